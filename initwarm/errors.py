@@ -1,0 +1,88 @@
+"""Every way in which initwarm fails on purpose, with its exit code.
+
+A message states the fact, its effect and the next step, a full sentence each. Library exceptions are translated into
+these once, at the edge that met them, with the original as the cause.
+"""
+
+from __future__ import annotations
+
+OK = 0
+USAGE = 64
+BAD_DATA = 65
+UNAVAILABLE = 69
+INTERNAL = 70
+VOLUME = 74
+TIMED_OUT = 75
+CONFIGURATION = 78
+STOPPED = 143
+
+
+class InitwarmError(Exception):
+    """A failure that a person can act on.
+
+    Args:
+        fact: what was found, with the value and the name of the setting, variable or file.
+        effect: what did not happen because of it.
+        fix: the next step.
+    """
+
+    exit_code = INTERNAL
+
+    def __init__(self, fact: str, effect: str = "", fix: str = "") -> None:
+        super().__init__(fact, effect, fix)
+        self.fact = fact
+        self.effect = effect
+        self.fix = fix
+
+    def __str__(self) -> str:
+        return " ".join(part for part in (self.fact, self.effect, self.fix) if part)
+
+
+class UsageError(InitwarmError):
+    """The command line is malformed."""
+
+    exit_code = USAGE
+
+
+class DataError(InitwarmError):
+    """What lies on disk is not what it claims to be (`verify` only; `run` sets it aside and goes on)."""
+
+    exit_code = BAD_DATA
+
+
+class UnavailableError(InitwarmError):
+    """No usable device, or FlashInfer or torch cannot be used here."""
+
+    exit_code = UNAVAILABLE
+
+
+class VolumeError(InitwarmError):
+    """The cache volume or the engine root cannot be read or written."""
+
+    exit_code = VOLUME
+
+
+class BarrierError(InitwarmError):
+    """A rank was missing when its time was up, or the group lost one; a retry may succeed."""
+
+    exit_code = TIMED_OUT
+
+
+class ConfigurationError(InitwarmError):
+    """A setting, the plan, the topology or the peers contradict each other; a retry cannot succeed."""
+
+    exit_code = CONFIGURATION
+
+
+class TopologyError(ConfigurationError):
+    """The pod's environment does not say, or contradicts itself on, which rank this is."""
+
+
+class PlanError(ConfigurationError):
+    """The plan is not valid."""
+
+
+class Stopped(InitwarmError):
+    """SIGTERM arrived."""
+
+    exit_code = STOPPED
