@@ -27,12 +27,21 @@ class InitwarmError(Exception):
     """
 
     exit_code = INTERNAL
+    #: Where in the group it happened, once that is known.
+    rank: int | None = None
+    pod: str | None = None
 
     def __init__(self, fact: str, effect: str = "", fix: str = "") -> None:
         super().__init__(fact, effect, fix)
         self.fact = fact
         self.effect = effect
         self.fix = fix
+
+    def at(self, rank: int | None, pod: str) -> InitwarmError:
+        """The same error, with the place where it happened unless it has one already."""
+        self.rank = rank if self.rank is None else self.rank
+        self.pod = self.pod or pod
+        return self
 
     def __str__(self) -> str:
         return " ".join(part for part in (self.fact, self.effect, self.fix) if part)
@@ -54,6 +63,16 @@ class UnavailableError(InitwarmError):
     """No usable device, or FlashInfer or torch cannot be used here."""
 
     exit_code = UNAVAILABLE
+
+
+class TuningError(UnavailableError):
+    """Tuning or its proof failed on some rank; every rank can still start cold."""
+
+
+class TuningTimeout(TuningError):
+    """Tuning did not end in its time."""
+
+    exit_code = TIMED_OUT
 
 
 class VolumeError(InitwarmError):
@@ -86,3 +105,10 @@ class Stopped(InitwarmError):
     """SIGTERM arrived."""
 
     exit_code = STOPPED
+
+
+def error_named(name: str, text: str) -> InitwarmError:
+    """The error of this class name that another process reported in words."""
+    kind = globals().get(name)
+    is_known = isinstance(kind, type) and issubclass(kind, InitwarmError)
+    return kind(text) if is_known else InitwarmError(text)

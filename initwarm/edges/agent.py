@@ -1,0 +1,373 @@
+"""The agent: one process per pod that never imports torch, so that it answers a signal at once.
+
+It prepares the volume, starts the fork server and the coordinator, prints what they say, keeps the deadline, ends every
+process it started, and writes the termination message. Whatever ends a run, an engine root of a run that is not warm is
+empty.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import selectors
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Mapping
+from multiprocessing import forkserver
+from pathlib import Path
+from typing import Any
+
+from initwarm import errors, policy, report
+from initwarm.edges import entry, gpus, processes
+from initwarm.edges.console import Console
+from initwarm.edges.engine_root import EngineRoot
+from initwarm.edges.plans import load_plan
+from initwarm.edges.volume import CacheVolume
+from initwarm.errors import ConfigurationError, InitwarmError, Stopped, UnavailableError, VolumeError
+from initwarm.report import Failure, Outcome
+from initwarm.settings import Settings
+from initwarm.topology import Topology, resolve
+
+#: How long the coordinator may take to say goodbye to the group after SIGTERM, before everything is killed.
+FAREWELL_SECONDS = 1.5
+KILL_SECONDS = 2.0
+TERMINATION_LOG = "/dev/termination-log"
+
+
+def run(settings: Settings, environ: Mapping[str, str], console: Console) -> int:
+    """Carry out `initwarm run` on this pod and return its exit code (design section 10)."""
+    return Agent(settings, environ, console).run()
+
+
+class Agent:
+    """One run on one pod."""
+
+    def __init__(self, settings: Settings, environ: Mapping[str, str], console: Console) -> None:
+        self.settings = settings
+        self.environ = environ
+        self.console = console
+        self.started = time.monotonic()
+        self.pod = environ.get("INITWARM_POD_NAME") or os.uname().nodename
+        self.engine_root: EngineRoot | None = None
+        self.scratch: str | None = None
+        self.stopping = False
+        self.wake_read, self.wake_write = os.pipe()
+        for descriptor in (self.wake_read, self.wake_write):
+            os.set_blocking(descriptor, False)
+
+    def run(self) -> int:
+        """Install the handlers first: everything after this line may be interrupted."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+        signal.set_wakeup_fd(self.wake_write, warn_on_full_buffer=False)
+        outcome = self._outcome()
+        return self._finish(outcome)
+
+    def _on_signal(self, _number: int, _frame: object) -> None:
+        self.stopping = True
+
+    def _outcome(self) -> Outcome:
+        try:
+            if self.settings.is_disabled:
+                return self._disabled()
+            spec = self._prepare()
+            processes.become_subreaper()
+            return self._supervise(spec)
+        except InitwarmError as problem:
+            return self._failed(problem)
+        except Exception as problem:  # noqa: BLE001  a bug must still leave a message, an exit code and no process
+            self.console.traceback()
+            return self._failed(InitwarmError(f"initwarm failed: {type(problem).__name__}: {problem}"))
+
+    def _disabled(self) -> Outcome:
+        self.engine_root = self._engine_root(None)
+        self.engine_root.empty()
+        return Outcome(report.COLD, "INITWARM_DISABLE is set: the engine root was emptied and nothing was tuned")
+
+    def _failed(self, problem: InitwarmError) -> Outcome:
+        """What this pod alone can say: it did not get as far as the group, or lost it."""
+        outcome, exit_code = policy.judge(
+            problem, self.settings.on_tuning_failure, self.settings.on_barrier_failure
+        )
+        return Outcome(
+            outcome=outcome,
+            reason=str(problem),
+            exit_code=exit_code,
+            first_failure=None if isinstance(problem, Stopped) else Failure(None, self.pod, str(problem)),
+        )
+
+    def _engine_root(self, topology: Topology | None) -> EngineRoot:
+        if self.settings.engine_root is not None:
+            return EngineRoot(Path(self.settings.engine_root))
+        place = topology or resolve(self.environ, self.settings.topology)
+        return EngineRoot(Path(self.settings.cache_root) / "engine" / place.group / str(place.node_rank))
+
+    def _prepare(self) -> entry.RunSpec:
+        """Everything that can be refused before torch is imported, cheapest first."""
+        plan = load_plan(self.settings.plan)
+        topology = resolve(self.environ, self.settings.topology)
+        self.console.event(
+            "initwarm.topology.resolved",
+            message=f"node rank {topology.node_rank} of {topology.num_nodes} in group {topology.group}",
+            source=topology.source,
+        )
+        self.engine_root = self._engine_root(topology)
+        self.engine_root.empty()
+        key = self._key()
+        volume = CacheVolume(Path(self.settings.cache_root), key)
+        volume.prepare()
+        if volume.obstacle is not None:
+            self.console.event("initwarm.cache.read_only", message=str(volume.obstacle))
+        survey = gpus.visible_gpus(self.environ)
+        if plan.device == "cuda" and survey.count == 0:
+            raise UnavailableError(
+                f"The plan needs a GPU and this container sees none ({survey.problem or 'no NVIDIA device'}).",
+                "Nothing was tuned; a CPU is never used instead.",
+                "Give the init container the same nvidia.com/gpu limit (or resource claim) as the serving container.",
+            )
+        self._set_child_environment(plan.device, survey)
+        self.scratch = _scratch()
+        return entry.RunSpec(
+            settings=self.settings,
+            plan=plan,
+            topology=topology,
+            uid=f"{self.environ.get('INITWARM_POD_UID') or self.pod}:{uuid.uuid4().hex[:12]}",
+            pod=self.pod,
+            engine_root=str(self.engine_root.path),
+            scratch=self.scratch,
+            deadline=self.started + self.settings.deadline_seconds,
+            start_method="spawn" if self.settings.start_method == "spawn" else "forkserver",
+            gpu_count=survey.count,
+            key=key,
+            obstacle=volume.obstacle,
+        )
+
+    def _key(self) -> bytes | None:
+        if self.settings.cache_key_file is None:
+            return None
+        try:
+            key = Path(self.settings.cache_key_file).read_bytes().strip()
+        except OSError as problem:
+            raise ConfigurationError(
+                f"The cache key file {self.settings.cache_key_file} cannot be read: {problem.strerror}.",
+                "Nothing was started.",
+                "Mount the secret that holds the key, readable for this user.",
+            ) from problem
+        if len(key) < 16:
+            raise ConfigurationError(
+                f"The cache key file {self.settings.cache_key_file} holds {len(key)} bytes.",
+                "Nothing was started.",
+                "Use a random key of at least 16 bytes.",
+            )
+        return key
+
+    def _set_child_environment(self, device: str, survey: gpus.GpuSurvey) -> None:
+        """FlashInfer initialises CUDA while it is imported unless it is told the architectures (0.7.2.post1, 0.7.4)."""
+        self.restore = dict(os.environ)
+        architectures = gpus.arch_list(survey.capabilities)
+        if device == "cuda" and architectures and not os.environ.get("FLASHINFER_CUDA_ARCH_LIST"):
+            os.environ["FLASHINFER_CUDA_ARCH_LIST"] = architectures
+        # torch.distributed.elastic would otherwise print a warning of its own for each worker it starts.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+    def _supervise(self, spec: entry.RunSpec) -> Outcome:
+        """Start the coordinator and follow it until it has an outcome, the deadline passes or a signal arrives."""
+        context = multiprocessing.get_context(spec.start_method)
+        if spec.start_method == "forkserver":
+            forkserver.set_forkserver_preload(list(entry.PRELOADED))
+        ours, theirs = context.Pipe()
+        process = context.Process(target=entry.coordinate, args=(spec, theirs), name="initwarm-coordinator")
+        self.console.capture_output()
+        # Off the main thread: starting waits until the fork server has imported torch, and a signal must not wait.
+        starter = threading.Thread(target=_start, args=(process, theirs, self.wake_write), daemon=True)
+        starter.start()
+        try:
+            outcome = self._follow(process, starter, ours, spec)
+        finally:
+            left = processes.end_descendants(KILL_SECONDS)
+            self.console.release_output()
+        if left:
+            self.console.event("initwarm.process.stuck", message="could not be killed", pids=left)
+        return outcome
+
+    def _follow(
+        self, process: Any, starter: threading.Thread, conn: Any, spec: entry.RunSpec
+    ) -> Outcome:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.wake_read, selectors.EVENT_READ)
+            selector.register(self.console.captured, selectors.EVENT_READ)
+            selector.register(conn, selectors.EVENT_READ)
+            while True:
+                if self.stopping:
+                    return self._say_goodbye(process, conn)
+                if time.monotonic() >= spec.deadline:
+                    raise errors.BarrierError(
+                        f"The deadline of {self.settings.deadline_seconds:g} s passed and the run had not ended.",
+                        "No engine file is visible.",
+                        "Raise --deadline; finished bundles stay in the cache.",
+                    )
+                ready = {key.fileobj for key, _ in selector.select(min(1.0, spec.deadline - time.monotonic()))}
+                if self.wake_read in ready:
+                    with contextlib.suppress(BlockingIOError):
+                        os.read(self.wake_read, 4096)
+                if self.console.captured in ready:
+                    self.console.forward_output()
+                if conn in ready:
+                    outcome = self._hear(conn)
+                    if outcome is not None:
+                        return outcome
+                if not starter.is_alive() and not _is_alive(process):
+                    return self._coordinator_lost(process, conn)
+
+    def _hear(self, conn: Any) -> Outcome | None:
+        """Take one message of the coordinator: an event, progress, or the outcome."""
+        try:
+            message = conn.recv()
+        except (EOFError, OSError):
+            return None
+        if isinstance(message, Outcome):
+            return message
+        if isinstance(message, InitwarmError):
+            raise message
+        kind, fields = message
+        if kind == "progress":
+            self.console.progress(**fields)
+        else:
+            self.console.event(kind, **fields)
+        return None
+
+    def _coordinator_lost(self, process: Any, conn: Any) -> Outcome:
+        while conn.poll(0):
+            outcome = self._hear(conn)
+            if outcome is not None:
+                return outcome
+            if conn.closed or not conn.poll(0):
+                break
+        self.console.forward_output()
+        raise UnavailableError(
+            f"The process that imports torch and FlashInfer ended with {_describe_exit(process)}"
+            f"{self.console.last_output()}.",
+            "Nothing was tuned.",
+            "Try `python3 -c 'import torch, flashinfer'` in this image, and look at the container's memory limit.",
+        )
+
+    def _say_goodbye(self, process: Any, conn: Any) -> Outcome:
+        """Let the coordinator tell its peers, briefly, then end."""
+        if _is_alive(process):
+            with contextlib.suppress(OSError, AttributeError):
+                os.kill(process.pid, signal.SIGTERM)
+            end = time.monotonic() + FAREWELL_SECONDS
+            while _is_alive(process) and time.monotonic() < end:
+                if conn.poll(0.02) and self._hear(conn) is not None:
+                    break
+        raise Stopped("SIGTERM arrived before the run had ended.", "No engine file is visible.")
+
+    def _finish(self, outcome: Outcome) -> int:
+        """Leave the engine root true to the outcome, say it everywhere, and hand over."""
+        if outcome.outcome != report.WARM and self.engine_root is not None:
+            with contextlib.suppress(VolumeError):
+                self.engine_root.empty()
+        if self.scratch is not None:
+            shutil.rmtree(self.scratch, ignore_errors=True)
+        outcome = _timed(outcome, time.monotonic() - self.started)
+        self.console.close_progress()
+        self._write_termination_message(outcome)
+        self._write_report(outcome)
+        self.console.event("initwarm.run.finished", message=outcome.reason, **_without_reason(outcome))
+        if outcome.exit_code == errors.OK and self.settings.command:
+            return self._hand_over()
+        return outcome.exit_code
+
+    def _write_termination_message(self, outcome: Outcome) -> None:
+        path = self.settings.termination_message
+        if path is None:
+            if not os.access(TERMINATION_LOG, os.W_OK):
+                return
+            path = TERMINATION_LOG
+        try:
+            # In place and in one write: the file is a bind mount, which cannot be renamed over.
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+            with contextlib.closing(os.fdopen(descriptor, "wb", buffering=0)) as file:
+                file.write(report.termination_message(outcome))
+        except OSError as problem:
+            self.console.event(
+                "initwarm.termination_message.failed", message=f"{path} cannot be written: {problem.strerror}"
+            )
+
+    def _write_report(self, outcome: Outcome) -> None:
+        if self.settings.report is None:
+            return
+        try:
+            text = json.dumps({"schema": 1, **outcome.fields(), "exit_code": outcome.exit_code}, indent=2)
+            Path(self.settings.report).write_text(text + "\n")
+        except OSError as problem:
+            self.console.event(
+                "initwarm.report.failed", message=f"{self.settings.report} cannot be written: {problem.strerror}"
+            )
+
+    def _hand_over(self) -> int:
+        """Become the command, with the environment and the signal handlers that this process was started with."""
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)
+        if self.stopping:
+            return errors.STOPPED
+        command = list(self.settings.command)
+        sys.stdout.flush()
+        try:
+            os.execvpe(command[0], command, getattr(self, "restore", dict(os.environ)))  # noqa: S606
+        except OSError as problem:
+            self.console.event("initwarm.command.failed", message=f"{command[0]} cannot be run: {problem.strerror}")
+            return errors.CONFIGURATION
+
+
+def _start(process: Any, theirs: Any, wake: int) -> None:
+    with contextlib.suppress(OSError, EOFError):
+        process.start()
+    theirs.close()
+    with contextlib.suppress(OSError):
+        os.write(wake, b"\0")
+
+
+def _is_alive(process: Any) -> bool:
+    with contextlib.suppress(ValueError, AssertionError):
+        return bool(process.is_alive())
+    return False
+
+
+def _describe_exit(process: Any) -> str:
+    try:
+        code = process.exitcode
+    except (ValueError, AssertionError):
+        code = None
+    if code is None:
+        return "no exit status"
+    if code < 0:
+        name = signal.Signals(-code).name
+        return f"{name} (out of memory?)" if name == "SIGKILL" else name
+    return f"exit status {code}"
+
+
+def _timed(outcome: Outcome, seconds: float) -> Outcome:
+    return Outcome(**{**outcome.__dict__, "seconds": seconds})
+
+
+def _without_reason(outcome: Outcome) -> dict[str, Any]:
+    return {key: value for key, value in outcome.fields().items() if key != "reason"}
+
+
+def _scratch() -> str:
+    """A directory of this run; an image with a read-only root may have no /tmp."""
+    for directory in (None, "/dev/shm"):  # noqa: S108
+        with contextlib.suppress(OSError):
+            return tempfile.mkdtemp(prefix="initwarm-", dir=directory)
+    raise VolumeError(
+        "No temporary directory is writable.", "Nothing was started.", "Mount an emptyDir at /tmp."
+    )

@@ -1,0 +1,92 @@
+"""Where a process made by the agent begins. Standard library only, so that the agent can name these functions."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from dataclasses import dataclass
+from multiprocessing import connection, parent_process
+from typing import TYPE_CHECKING
+
+from initwarm.errors import InitwarmError, UnavailableError
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+    from initwarm.errors import VolumeError
+    from initwarm.plan import Plan
+    from initwarm.settings import Settings
+    from initwarm.topology import Topology
+
+#: What the fork server imports. Only these: a module inside a zipapp would be skipped in silence.
+PRELOADED = ("torch", "flashinfer")
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """What the coordinator is told. Moments are on this machine's monotonic clock, in seconds.
+
+    Args:
+        settings: of the run.
+        plan: what to tune.
+        topology: this pod's place.
+        uid: names this process among all that ever claim this place.
+        pod: the pod's name, for people.
+        engine_root: directory that the server reads.
+        scratch: a directory of this run alone, on this pod.
+        deadline: when the run must have ended.
+        start_method: `forkserver` or `spawn`.
+        gpu_count: visible GPUs, or None if that could not be found out before torch is imported.
+        key: what bundles are authenticated with, or None.
+        obstacle: why the cache volume can be read and not written, or None.
+    """
+
+    settings: Settings
+    plan: Plan
+    topology: Topology
+    uid: str
+    pod: str
+    engine_root: str
+    scratch: str
+    deadline: float
+    start_method: str
+    gpu_count: int | None
+    key: bytes | None
+    obstacle: VolumeError | None
+
+
+def die_with_parent() -> None:
+    """End this process when the one that asked for it ends, however that happened."""
+    parent = parent_process()
+    if parent is None:
+        return
+
+    def watch(sentinel: int) -> None:
+        connection.wait([sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, args=(parent.sentinel,), name="parent-watch", daemon=True).start()
+
+
+def coordinate(spec: RunSpec, conn: Connection) -> None:
+    """The coordinator process: speaks with the other pods and orders this pod's workers about."""
+    inherited = tuple(name for name in PRELOADED if name in sys.modules)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    die_with_parent()
+    # Here and not above: this import brings torch, which the agent must not have.
+    try:
+        from initwarm.edges import coordinator
+    except InitwarmError as problem:
+        conn.send(problem)
+    except ImportError as problem:
+        conn.send(
+            UnavailableError(
+                f"torch or FlashInfer cannot be imported here: {problem}.",
+                "Nothing was tuned.",
+                "Run initwarm in the serving image; the versions of its packages must fit each other.",
+            )
+        )
+    else:
+        coordinator.main(spec, conn, inherited)

@@ -1,0 +1,171 @@
+"""What runs in a worker process: three jobs, each a process of its own with torch and FlashInfer inherited.
+
+`probe` finds out what this pod has, `tune` measures, and `prove` replays what lies in the engine root, in a process that
+has tuned nothing, and then waits to be sent into the barrier. A worker says notes and one result through its
+connection; an error leaves as an exception, which elastic's error file carries.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from initwarm.edges import barrier, tuning
+from initwarm.edges.entry import die_with_parent
+from initwarm.errors import UnavailableError
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+    from initwarm.edges.barrier import GroupSpec
+    from initwarm.plan import Plan
+
+
+@dataclass(frozen=True)
+class ProbeSpec:
+    """What to find out: for which kind of device, how many ranks (None: one per GPU), and which one if only one."""
+
+    device: str
+    nproc: int | None
+    device_index: int | None
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """What this pod has, one entry per local rank."""
+
+    identity: tuple[Mapping[str, str], ...]
+    devices: tuple[str, ...]
+    features: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class TuneSpec:
+    """What one rank measures.
+
+    Args:
+        rank: in the serving group.
+        device_index: of the GPU, ignored on the CPU.
+        plan: of the group.
+        excluded: tactics that no rank may run, since one killed a worker.
+        group: of the ranks whose timings are averaged, or None.
+        save_to: file that keeps the finished units, also for the next attempt.
+        check_outputs: compare each winner with the default tactic.
+    """
+
+    rank: int
+    device_index: int
+    plan: Plan
+    excluded: tuple[tuning.Tactic, ...]
+    group: GroupSpec | None
+    save_to: str
+    check_outputs: bool
+
+
+@dataclass(frozen=True)
+class ProveSpec:
+    """What one rank replays: its own file and the store, as the server will find them."""
+
+    rank: int
+    device_index: int
+    plan: Plan
+    v1_path: str
+    store_path: str | None
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a proven rank is told: to meet in this group, or, with None, to leave."""
+
+    group: GroupSpec | None
+
+
+def device_of(plan_device: str, index: int) -> torch.device:
+    """The one device of a rank."""
+    return torch.device("cuda", index) if plan_device == "cuda" else torch.device("cpu")
+
+
+def probe(conn: Connection, spec: ProbeSpec) -> None:
+    """Find out the ranks of this pod, their devices, and the environment that FlashInfer sees on each."""
+    die_with_parent()
+    count = _rank_count(spec)
+    first = spec.device_index or 0
+    devices = [device_of(spec.device, first + local_rank) for local_rank in range(count)]
+    if spec.device == "cuda":
+        for device in devices:
+            torch.zeros(1, device=device)  # a context can be made in a process like this one
+        identity = tuple(tuning.collect_metadata(device) for device in devices)
+        names = tuple(str(torch.cuda.get_device_properties(device).uuid) for device in devices)
+    else:
+        # One CPU is every rank's, and reading the environment takes a third of a second.
+        identity = (tuning.collect_metadata(devices[0]),) * count if devices else ()
+        names = ("cpu",) * count
+    features = tuning.features()
+    conn.send(("result", ProbeResult(identity, names, dict(vars(features)))))
+
+
+def _rank_count(spec: ProbeSpec) -> int:
+    if spec.device != "cuda":
+        return 1 if spec.nproc is None else spec.nproc
+    visible = torch.cuda.device_count()
+    wanted = visible if spec.nproc is None else spec.nproc
+    if spec.device_index is not None:
+        wanted = 1
+    if visible == 0:
+        raise UnavailableError(
+            "The plan needs a GPU and torch sees none.",
+            "Nothing was tuned; a CPU is never used instead.",
+            "Check the driver, and NVIDIA_VISIBLE_DEVICES or the resource claim of the init container.",
+        )
+    if wanted + (spec.device_index or 0) > visible:
+        raise UnavailableError(
+            f"This pod shall contribute {wanted} ranks from device {spec.device_index or 0} on, and torch sees "
+            f"{visible} GPUs.",
+            "Nothing was tuned.",
+            "Make --nproc-per-node equal to the GPUs of the container.",
+        )
+    return wanted
+
+
+def tune(conn: Connection, spec: TuneSpec) -> None:
+    """Measure this rank's units and send back the files."""
+    die_with_parent()
+    device = device_of(spec.plan.device, spec.device_index)
+    save_to = Path(spec.save_to)
+    with nullcontext() if spec.group is None else barrier.open_group(spec.group, device) as group:
+        result = tuning.tune(
+            spec.plan.units_of(spec.rank),
+            device,
+            excluded=spec.excluded,
+            group=group,
+            resume=save_to if save_to.exists() else None,
+            save_to=save_to,
+            check_outputs=spec.check_outputs,
+            report=lambda progress: conn.send(("progress", progress)),
+        )
+    conn.send(("result", result))
+
+
+def prove(conn: Connection, spec: ProveSpec) -> None:
+    """Replay, say how it went, and meet the others if told to."""
+    die_with_parent()
+    device = device_of(spec.plan.device, spec.device_index)
+    v1_path = Path(spec.v1_path)
+    digest = hashlib.sha256(v1_path.read_bytes()).hexdigest()
+    result = tuning.replay(
+        spec.plan.units_of(spec.rank),
+        device,
+        v1_path,
+        None if spec.store_path is None else Path(spec.store_path),
+        lambda progress: conn.send(("progress", progress)),
+    )
+    conn.send(("result", result))
+    order: Order = conn.recv()
+    if order.group is not None:
+        barrier.meet(order.group, device, digest)

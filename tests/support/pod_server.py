@@ -1,0 +1,131 @@
+"""Runs real pods, each an agent process of its own, from one process that has imported torch and FlashInfer.
+
+The product's fork server is started by executing Python anew, which imports torch for 7 s of CPU per pod. Here the same
+command is carried out in a fork of this process instead, so that everything else of a pod is real and a test takes a
+second. Requests come as JSON lines on stdin; for each, one line with the pid and later one with the status goes out.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import selectors
+import traceback
+from collections.abc import Sequence
+from multiprocessing import util
+from pathlib import Path
+from typing import Any
+
+import flashinfer  # noqa: F401
+import torch  # noqa: F401
+
+from initwarm.cli import main
+
+_execute = util.spawnv_passfds  # type: ignore[attr-defined]
+
+
+def fork_instead(path: str, arguments: Sequence[str | bytes], descriptors: Sequence[int]) -> int:
+    """What multiprocessing uses to start its fork server: a fork of this process, left with the same descriptors."""
+    words = [os.fsdecode(word) for word in arguments]
+    if "forkserver" not in words[-1]:
+        return int(_execute(path, arguments, descriptors))
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        for name in os.listdir("/proc/self/fd"):
+            if int(name) > 2 and int(name) not in descriptors:
+                with contextlib.suppress(OSError):
+                    os.close(int(name))
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)
+        exec(words[-1], {})
+    except SystemExit:
+        pass
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(0)
+
+
+def start(request: dict[str, Any]) -> int:
+    """Fork a pod and return its pid."""
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 99
+    try:
+        os.setpgid(0, 0)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.environ.clear()
+        os.environ.update(request["environ"])
+        null = os.open(os.devnull, os.O_RDONLY)
+        log = os.open(request["stderr"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        for target, descriptor in ((0, null), (1, log), (2, log)):
+            os.dup2(descriptor, target)
+        for name in os.listdir("/proc/self/fd"):
+            if int(name) > 2:
+                with contextlib.suppress(OSError):
+                    os.close(int(name))
+        sys.path[:0] = request["path"]
+        util.spawnv_passfds = fork_instead  # type: ignore[attr-defined]
+        status = main(request["arguments"])
+    except SystemExit as ended:
+        status = int(ended.code or 0)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def serve() -> None:
+    read, write = os.pipe()
+    for descriptor in (read, write):
+        os.set_blocking(descriptor, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(write)
+    selector = selectors.DefaultSelector()
+    selector.register(0, selectors.EVENT_READ)
+    selector.register(read, selectors.EVENT_READ)
+    out = os.dup(1)
+    os.dup2(2, 1)
+    print_line(out, {"ready": True})
+    names: dict[int, int] = {}
+    pending = b""
+    while True:
+        for key, _ in selector.select():
+            if key.fileobj == read:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(read, 4096)
+                continue
+            chunk = os.read(0, 1 << 16)
+            if not chunk:
+                return
+            *lines, pending = (pending + chunk).split(b"\n")
+            for line in lines:
+                request = json.loads(line)
+                pid = start(request)
+                names[pid] = request["id"]
+                print_line(out, {"id": request["id"], "pid": pid})
+        while names:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                break
+            if pid == 0:
+                break
+            if pid in names:
+                print_line(out, {"id": names.pop(pid), "status": os.waitstatus_to_exitcode(status)})
+
+
+def print_line(descriptor: int, value: dict[str, Any]) -> None:
+    os.write(descriptor, json.dumps(value).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+    serve()

@@ -1,0 +1,130 @@
+import dataclasses
+import itertools
+
+import pytest
+
+from initwarm.errors import ConfigurationError
+from initwarm.protocol import (
+    Adopt,
+    Answer,
+    Conflict,
+    Hello,
+    Holding,
+    Step,
+    Tune,
+    encode,
+    encode_hello,
+    first_error,
+    parse_answer,
+    parse_hello,
+    parse_step,
+    verdict,
+)
+
+
+def hello(node_rank: int = 0, **changes: object) -> Hello:
+    base = Hello(
+        node_rank=node_rank,
+        uid=f"uid-{node_rank}",
+        pod=f"pod-{node_rank}",
+        epoch="e",
+        tool_version="1",
+        plan="p" * 64,
+        settings={"strategy": "auto", "check_outputs": False},
+        source="flags",
+        identity=({"gpu": "H200", "flashinfer_version": "0.7.4"},),
+        features={"has_store": True},
+        devices=("cpu",),
+    )
+    return dataclasses.replace(base, **changes)  # type: ignore[arg-type]
+
+
+def test_nobody_holds_a_bundle_so_every_rank_starts_cold() -> None:
+    assert verdict([hello(0), hello(1)]) == Tune()
+
+
+def test_r1_what_one_rank_holds_all_ranks_adopt() -> None:
+    held = Holding("d" * 64, 3)
+
+    assert verdict([hello(0), hello(1), hello(2, holding=held)]) == Adopt("d" * 64, 3, holder=2)
+
+
+def test_the_newest_generation_wins_and_ties_go_by_digest() -> None:
+    holdings = [None, Holding("a" * 64, 2), Holding("c" * 64, 2), Holding("z" * 64, 1)]
+
+    verdicts = {
+        verdict([hello(node, holding=held) for node, held in enumerate(order)]).digest  # type: ignore[union-attr]
+        for order in itertools.permutations(holdings)
+    }
+
+    assert verdicts == {"c" * 64}
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"tool_version": "2"}, ["initwarm", "'1'", "'2'"]),
+        ({"plan": "q" * 64}, ["plan", "pppppppppppp", "qqqqqqqqqqqq"]),
+        ({"settings": {"strategy": "leader", "check_outputs": False}}, ["strategy", "'auto'", "'leader'"]),
+        ({"identity": ({"gpu": "H100", "flashinfer_version": "0.7.4"},)}, ["gpu", "'H200'", "'H100'"]),
+        ({"identity": ({"gpu": "H200"},)}, ["flashinfer_version", "'0.7.4'", "None"]),
+    ],
+)
+def test_a_conflict_names_both_pods_and_both_values(change: dict[str, object], named: list[str]) -> None:
+    decision = verdict([hello(0), hello(1), hello(2, **change)])
+
+    assert isinstance(decision, Conflict)
+    for text in [*named, "node rank 0 (pod pod-0)", "node rank 2 (pod pod-2)"]:
+        assert text in decision.fact
+    assert decision.fix
+
+
+def test_ranks_of_one_pod_must_have_one_environment_too() -> None:
+    decision = verdict([hello(0, identity=({"gpu": "H200"}, {"gpu": "H200 MIG 1g"}))])
+
+    assert isinstance(decision, Conflict)
+    assert "H200 MIG 1g" in decision.fact
+
+
+def test_a_conflict_beats_a_held_bundle() -> None:
+    assert isinstance(verdict([hello(0, holding=Holding("a" * 64, 1)), hello(1, plan="x")]), Conflict)
+
+
+def test_a_hello_survives_the_channel() -> None:
+    original = hello(3, holding=Holding("a" * 64, 7))
+
+    assert parse_hello(encode_hello(original)) == original
+    assert original.nproc == 1
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "null", '{"schema": 2}', '{"schema": 1}', '{"schema": 1, "identity": 3}', "[" * 5000]
+)
+def test_a_hello_of_another_version_is_a_clear_conflict(text: str) -> None:
+    with pytest.raises(ConfigurationError, match="Use one version"):
+        parse_hello(text)
+
+
+def test_an_unknown_field_of_a_newer_hello_is_passed_over() -> None:
+    text = encode_hello(hello()).replace('"schema"', '"added_later": 1, "schema"')
+
+    assert parse_hello(text) == hello()
+
+
+def test_steps_and_answers_survive_the_channel() -> None:
+    step, answer = Step(4, "adopt", {"digest": "x"}), Answer(2, {"problems": []}, None)
+
+    assert parse_step(encode(step)) == step
+    assert parse_answer(encode(answer)) == answer
+
+
+def test_everybody_reports_the_error_of_the_lowest_rank() -> None:
+    answers = [
+        Answer(0),
+        Answer(2, error={"rank": 5, "kind": "TuningError", "what": "late"}),
+        Answer(1, error={"rank": 3, "kind": "TuningError", "what": "early"}),
+        Answer(3, error={"rank": None, "kind": "BarrierError", "what": "lost"}),
+    ]
+
+    assert first_error(answers) == {"rank": 3, "kind": "TuningError", "what": "early"}
+    assert first_error([Answer(0)]) is None

@@ -1,0 +1,87 @@
+import dataclasses
+import itertools
+
+import pytest
+
+from initwarm.errors import ConfigurationError
+from initwarm.strategy import INDEPENDENT, LEADER, LOCKSTEP, Facts, choose, is_any_left
+
+SOUND = Facts(
+    world_size=4,
+    is_uniform=True,
+    has_collectives=False,
+    is_rank_free=True,
+    has_process_group=True,
+    flashinfer_version="0.7.4",
+)
+
+
+def with_facts(**changes: object) -> Facts:
+    return dataclasses.replace(SOUND, **changes)  # type: ignore[arg-type]
+
+
+def test_auto_takes_leader_where_keys_hold_no_rank() -> None:
+    assert choose("auto", SOUND).strategy == LEADER
+    assert choose("auto", SOUND).ruled_out == ()
+
+
+def test_one_rank_is_its_own_leader_whatever_the_plan_contains() -> None:
+    facts = with_facts(world_size=1, has_collectives=True, is_rank_free=False, is_uniform=False)
+
+    assert choose("auto", facts).strategy == LEADER
+
+
+@pytest.mark.parametrize(
+    ("facts", "strategy", "reason"),
+    [
+        (with_facts(is_rank_free=False), LOCKSTEP, "contain ranks in FlashInfer 0.7.4"),
+        (with_facts(has_collectives=True), LOCKSTEP, "contain collectives"),
+        (with_facts(is_uniform=False), INDEPENDENT, "depend on the rank"),
+        (with_facts(is_rank_free=False, has_process_group=False), INDEPENDENT, "set_autotune_process_group"),
+    ],
+)
+def test_r3_auto_says_why_the_better_strategy_is_ruled_out(facts: Facts, strategy: str, reason: str) -> None:
+    choice = choose("auto", facts)
+
+    assert choice.strategy == strategy
+    assert reason in " ".join(choice.ruled_out)
+
+
+@pytest.mark.parametrize("facts", [with_facts(is_uniform=False), with_facts(is_rank_free=False)])
+def test_r3_an_unsound_leader_that_was_asked_for_is_refused(facts: Facts) -> None:
+    with pytest.raises(ConfigurationError, match="'leader' is not sound here") as caught:
+        choose(LEADER, facts)
+
+    assert caught.value.exit_code == 78
+
+
+def test_r23_lockstep_is_not_offered_by_a_flashinfer_without_process_groups() -> None:
+    facts = with_facts(has_process_group=False, flashinfer_version="0.6.13")
+
+    with pytest.raises(ConfigurationError, match=r"0\.6\.13 has no set_autotune_process_group"):
+        choose(LOCKSTEP, facts)
+    assert choose("auto", facts).strategy == LEADER
+
+
+def test_collectives_without_process_groups_leave_no_strategy() -> None:
+    facts = with_facts(has_collectives=True, has_process_group=False)
+
+    with pytest.raises(ConfigurationError, match="No strategy is sound"):
+        choose("auto", facts)
+
+
+def test_a_strategy_whose_result_failed_the_proof_is_not_taken_again() -> None:
+    assert choose("auto", SOUND, tried=(LEADER,)).strategy == LOCKSTEP
+    assert choose("auto", SOUND, tried=(LEADER, LOCKSTEP)).strategy == INDEPENDENT
+    assert not is_any_left(SOUND, (LEADER, LOCKSTEP, INDEPENDENT))
+
+
+def test_auto_never_takes_what_asking_for_would_refuse() -> None:
+    for flags in itertools.product([False, True], repeat=4):
+        for world_size in (1, 2):
+            facts = Facts(world_size, *flags, flashinfer_version="0")
+            try:
+                choice = choose("auto", facts)
+            except ConfigurationError:
+                continue
+            assert choose(choice.strategy, facts).strategy == choice.strategy
