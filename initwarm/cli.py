@@ -134,7 +134,9 @@ def _plan(given: dict[str, Any], _command: Sequence[str]) -> int:
     from initwarm.edges.plans import load_plan
 
     plan = load_plan(given["plan"])
-    _print(json.dumps(planview.plan_as_json(plan), indent=2) if given["format"] == "json" else planview.render_plan(plan))
+    _print(
+        json.dumps(planview.plan_as_json(plan), indent=2) if given["format"] == "json" else planview.render_plan(plan)
+    )
     return errors.OK
 
 

@@ -143,7 +143,9 @@ def _conflict(hellos: Sequence[Hello]) -> Conflict | None:
     first = hellos[0]
     for other in hellos[1:]:
         if other.tool_version != first.tool_version:
-            return _differ("initwarm", first, first.tool_version, other, other.tool_version, "Use one version on all pods.")
+            return _differ(
+                "initwarm", first, first.tool_version, other, other.tool_version, "Use one version on all pods."
+            )
         if other.plan != first.plan:
             return _differ("plan", first, first.plan[:12], other, other.plan[:12], "Give every pod the same plan.")
         for key in sorted(first.settings.keys() | other.settings.keys()):
@@ -168,9 +170,7 @@ def _identity_conflict(hellos: Sequence[Hello]) -> Conflict | None:
 
 
 def _differ(what: str, one: Hello, ours: Any, other: Hello, theirs: Any, fix: str) -> Conflict:
-    return Conflict(
-        f"The pods disagree on {what}: {_who(one)} has {ours!r} and {_who(other)} has {theirs!r}.", fix
-    )
+    return Conflict(f"The pods disagree on {what}: {_who(one)} has {ours!r} and {_who(other)} has {theirs!r}.", fix)
 
 
 def _who(hello: Hello) -> str:

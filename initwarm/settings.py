@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from initwarm.errors import ConfigurationError
-from initwarm.topology import TopologyFlags
+from initwarm.topology import Topology, TopologyFlags
 
 STRATEGIES = ("auto", "leader", "lockstep", "independent")
 START_METHODS = ("auto", "forkserver", "spawn")
@@ -91,6 +91,10 @@ class Settings:
     is_disabled: bool
     command: tuple[str, ...] = field(default=())
 
+    def engine_root_at(self, place: Topology) -> str:
+        """Where the server of the pod at this place reads."""
+        return self.engine_root or _default_engine_root(self.cache_root, place)
+
     def shared(self) -> dict[str, Any]:
         """What must be equal on all ranks of a group, since each decides with it."""
         return {
@@ -108,9 +112,7 @@ def is_service_link(value: str) -> bool:
     return value.startswith(("tcp://", "udp://", "sctp://"))
 
 
-def read_settings(
-    flags: Mapping[str, Any], environ: Mapping[str, str], command: Sequence[str] = ()
-) -> Settings:
+def read_settings(flags: Mapping[str, Any], environ: Mapping[str, str], command: Sequence[str] = ()) -> Settings:
     """Settings of `run` from parsed flags and the environment.
 
     Raises:
@@ -133,15 +135,7 @@ def read_settings(
         cache_root=cache_root or "",
         engine_root=value["engine_root"],
         engine=str(value["engine"]),
-        topology=TopologyFlags(
-            source=value["topology"],
-            nnodes=value["nnodes"],
-            node_rank=value["node_rank"],
-            nproc_per_node=value["nproc_per_node"],
-            leader_address=value["leader_address"],
-            port=value["port"],
-            group=value["group"],
-        ),
+        topology=topology_flags(flags, environ),
         interface=value["interface"],
         deadline_seconds=_seconds(value["deadline"], where["deadline"]),
         collective_timeout_seconds=_seconds(value["collective_timeout"], where["collective_timeout"]),
@@ -159,7 +153,7 @@ def read_settings(
 
 
 def topology_flags(flags: Mapping[str, Any], environ: Mapping[str, str]) -> TopologyFlags:
-    """The part of the settings that `initwarm topology` needs."""
+    """The part of the settings that says where this pod is."""
     value = {setting.name: _choose(setting, flags, environ)[0] for setting in RUN_SETTINGS}
     return TopologyFlags(
         source=value["topology"],
@@ -170,6 +164,27 @@ def topology_flags(flags: Mapping[str, Any], environ: Mapping[str, str]) -> Topo
         port=value["port"],
         group=value["group"],
     )
+
+
+def read_engine_root(flags: Mapping[str, Any], environ: Mapping[str, str], place: Callable[[], Topology]) -> str:
+    """The engine root of this pod, for commands that need nothing else.
+
+    Raises:
+        ConfigurationError: neither an engine root nor a cache root is set.
+    """
+    value = {setting.name: _choose(setting, flags, environ)[0] for setting in RUN_SETTINGS}
+    if value["engine_root"] is None and value["cache_root"] is None:
+        raise ConfigurationError(
+            "Neither an engine root nor a cache root is set.",
+            "Nothing was done.",
+            "Give --engine-root DIR or INITWARM_ENGINE_ROOT.",
+        )
+    return value["engine_root"] or _default_engine_root(value["cache_root"] or "", place())
+
+
+def _default_engine_root(cache_root: str, place: Topology) -> str:
+    """Below the cache root, one per pod, so that several pods on one machine do not empty each other's."""
+    return f"{cache_root}/engine/{place.group}/{place.node_rank}"
 
 
 def _choose(setting: Setting, flags: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[str | None, str]:

@@ -51,7 +51,9 @@ def _leader_problem(facts: Facts) -> str | None:
     if facts.has_collectives:
         return "the plan has calls that contain collectives, which the leader cannot make alone"
     if not facts.is_rank_free:
-        return f"cache keys of this plan contain ranks in FlashInfer {facts.flashinfer_version}, so the others would miss"
+        return (
+            f"cache keys of this plan contain ranks in FlashInfer {facts.flashinfer_version}, so the others would miss"
+        )
     if not facts.is_uniform:
         return "the plan's shapes depend on the rank, so the others would miss"
     return None

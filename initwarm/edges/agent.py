@@ -29,11 +29,12 @@ from initwarm.edges import entry, gpus, processes
 from initwarm.edges.console import Console
 from initwarm.edges.engine_root import EngineRoot
 from initwarm.edges.plans import load_plan
+from initwarm.edges.reading import read_key
 from initwarm.edges.volume import CacheVolume
-from initwarm.errors import ConfigurationError, InitwarmError, Stopped, UnavailableError, VolumeError
+from initwarm.errors import InitwarmError, Stopped, UnavailableError, VolumeError
 from initwarm.report import Failure, Outcome
 from initwarm.settings import Settings
-from initwarm.topology import Topology, resolve
+from initwarm.topology import resolve
 
 #: How long the coordinator may take to say goodbye to the group after SIGTERM, before everything is killed.
 FAREWELL_SECONDS = 1.5
@@ -87,15 +88,13 @@ class Agent:
             return self._failed(InitwarmError(f"initwarm failed: {type(problem).__name__}: {problem}"))
 
     def _disabled(self) -> Outcome:
-        self.engine_root = self._engine_root(None)
+        self.engine_root = self._engine_root()
         self.engine_root.empty()
         return Outcome(report.COLD, "INITWARM_DISABLE is set: the engine root was emptied and nothing was tuned")
 
     def _failed(self, problem: InitwarmError) -> Outcome:
         """What this pod alone can say: it did not get as far as the group, or lost it."""
-        outcome, exit_code = policy.judge(
-            problem, self.settings.on_tuning_failure, self.settings.on_barrier_failure
-        )
+        outcome, exit_code = policy.judge(problem, self.settings.on_tuning_failure, self.settings.on_barrier_failure)
         return Outcome(
             outcome=outcome,
             reason=str(problem),
@@ -103,11 +102,9 @@ class Agent:
             first_failure=None if isinstance(problem, Stopped) else Failure(None, self.pod, str(problem)),
         )
 
-    def _engine_root(self, topology: Topology | None) -> EngineRoot:
-        if self.settings.engine_root is not None:
-            return EngineRoot(Path(self.settings.engine_root))
-        place = topology or resolve(self.environ, self.settings.topology)
-        return EngineRoot(Path(self.settings.cache_root) / "engine" / place.group / str(place.node_rank))
+    def _engine_root(self) -> EngineRoot:
+        place = resolve(self.environ, self.settings.topology)
+        return EngineRoot(Path(self.settings.engine_root_at(place)))
 
     def _prepare(self) -> entry.RunSpec:
         """Everything that can be refused before torch is imported, cheapest first."""
@@ -118,9 +115,9 @@ class Agent:
             message=f"node rank {topology.node_rank} of {topology.num_nodes} in group {topology.group}",
             source=topology.source,
         )
-        self.engine_root = self._engine_root(topology)
+        self.engine_root = EngineRoot(Path(self.settings.engine_root_at(topology)))
         self.engine_root.empty()
-        key = self._key()
+        key = read_key(self.settings.cache_key_file)
         volume = CacheVolume(Path(self.settings.cache_root), key)
         volume.prepare()
         if volume.obstacle is not None:
@@ -128,10 +125,13 @@ class Agent:
         survey = gpus.visible_gpus(self.environ)
         if plan.device == "cuda" and survey.count == 0:
             raise UnavailableError(
-                f"The plan needs a GPU and this container sees none ({survey.problem or 'no NVIDIA device'}).",
-                "Nothing was tuned; a CPU is never used instead.",
+                "The plan needs a GPU and this container sees none.",
+                f"{survey.problem} Nothing was tuned; a CPU is never used instead.",
                 "Give the init container the same nvidia.com/gpu limit (or resource claim) as the serving container.",
             )
+        if plan.device == "cuda" and survey.problem is not None:
+            # torch is asked later; a default would be a guess.
+            self.console.event("initwarm.gpu.unclear", message=survey.problem)
         self._set_child_environment(plan.device, survey)
         self.scratch = _scratch()
         return entry.RunSpec(
@@ -144,29 +144,9 @@ class Agent:
             scratch=self.scratch,
             deadline=self.started + self.settings.deadline_seconds,
             start_method="spawn" if self.settings.start_method == "spawn" else "forkserver",
-            gpu_count=survey.count,
             key=key,
             obstacle=volume.obstacle,
         )
-
-    def _key(self) -> bytes | None:
-        if self.settings.cache_key_file is None:
-            return None
-        try:
-            key = Path(self.settings.cache_key_file).read_bytes().strip()
-        except OSError as problem:
-            raise ConfigurationError(
-                f"The cache key file {self.settings.cache_key_file} cannot be read: {problem.strerror}.",
-                "Nothing was started.",
-                "Mount the secret that holds the key, readable for this user.",
-            ) from problem
-        if len(key) < 16:
-            raise ConfigurationError(
-                f"The cache key file {self.settings.cache_key_file} holds {len(key)} bytes.",
-                "Nothing was started.",
-                "Use a random key of at least 16 bytes.",
-            )
-        return key
 
     def _set_child_environment(self, device: str, survey: gpus.GpuSurvey) -> None:
         """FlashInfer initialises CUDA while it is imported unless it is told the architectures (0.7.2.post1, 0.7.4)."""
@@ -180,26 +160,26 @@ class Agent:
     def _supervise(self, spec: entry.RunSpec) -> Outcome:
         """Start the coordinator and follow it until it has an outcome, the deadline passes or a signal arrives."""
         context = multiprocessing.get_context(spec.start_method)
-        if spec.start_method == "forkserver":
-            forkserver.set_forkserver_preload(list(entry.PRELOADED))
         ours, theirs = context.Pipe()
         process = context.Process(target=entry.coordinate, args=(spec, theirs), name="initwarm-coordinator")
         self.console.capture_output()
+        if spec.start_method == "forkserver":
+            forkserver.set_forkserver_preload(list(entry.PRELOADED))
+            forkserver.ensure_running()
+            processes.use_running_fork_server()
         # Off the main thread: starting waits until the fork server has imported torch, and a signal must not wait.
         starter = threading.Thread(target=_start, args=(process, theirs, self.wake_write), daemon=True)
         starter.start()
         try:
             outcome = self._follow(process, starter, ours, spec)
         finally:
-            left = processes.end_descendants(KILL_SECONDS)
+            left = processes.end_descendants(starter, KILL_SECONDS)
             self.console.release_output()
         if left:
             self.console.event("initwarm.process.stuck", message="could not be killed", pids=left)
         return outcome
 
-    def _follow(
-        self, process: Any, starter: threading.Thread, conn: Any, spec: entry.RunSpec
-    ) -> Outcome:
+    def _follow(self, process: Any, starter: threading.Thread, conn: Any, spec: entry.RunSpec) -> Outcome:
         with selectors.DefaultSelector() as selector:
             selector.register(self.wake_read, selectors.EVENT_READ)
             selector.register(self.console.captured, selectors.EVENT_READ)
@@ -368,6 +348,4 @@ def _scratch() -> str:
     for directory in (None, "/dev/shm"):  # noqa: S108
         with contextlib.suppress(OSError):
             return tempfile.mkdtemp(prefix="initwarm-", dir=directory)
-    raise VolumeError(
-        "No temporary directory is writable.", "Nothing was started.", "Mount an emptyDir at /tmp."
-    )
+    raise VolumeError("No temporary directory is writable.", "Nothing was started.", "Mount an emptyDir at /tmp.")

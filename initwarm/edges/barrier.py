@@ -78,7 +78,9 @@ def meet(spec: GroupSpec, device: torch.device, digest: str) -> None:
         BarrierError: a rank did not come.
         ConfigurationError: a rank loaded other bytes.
     """
-    ours = torch.frombuffer(bytearray.fromhex(digest), dtype=torch.uint8).to(device if spec.backend == "nccl" else "cpu")
+    ours = torch.frombuffer(bytearray.fromhex(digest), dtype=torch.uint8).to(
+        device if spec.backend == "nccl" else "cpu"
+    )
     with open_group(spec, device) as group:
         theirs = [torch.empty_like(ours) for _ in range(spec.size)]
         try:

@@ -41,7 +41,9 @@ def host_store(port: int) -> TCPStore:
         ConfigurationError: somebody else listens on the port.
     """
     try:
-        return TCPStore("localhost", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=CONNECT_SECONDS))
+        return TCPStore(
+            "localhost", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=CONNECT_SECONDS)
+        )
     except StoreErrors as problem:
         raise ConfigurationError(
             f"Port {port} for the control channel is taken on this pod.",

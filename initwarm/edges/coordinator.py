@@ -7,6 +7,7 @@ decides what follows. Whatever happens, all pods hear one end with one first cau
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
 import traceback
@@ -14,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from initwarm import __version__, policy, report
-from initwarm.edges import jobs
+from initwarm.edges import jobs, network, processes
 from initwarm.edges.barrier import GroupSpec
 from initwarm.edges.leader import Leader
 from initwarm.edges.member import GroupEnded, Member, as_error
@@ -48,7 +49,7 @@ def main(spec: RunSpec, conn: Connection, inherited: tuple[str, ...]) -> None:
     signal.signal(signal.SIGTERM, lambda number, _frame: stopping.append(number))
     jobs.quiet_elastic()
     if spec.start_method == "forkserver":
-        jobs.reuse_fork_server()
+        processes.use_running_fork_server()
 
     def say(name: str, **fields: Any) -> None:
         conn.send((name, fields))
@@ -96,6 +97,7 @@ class Coordinator:
         self.pod.probe()
         self._join()
         self.say("initwarm.group.joined", message=f"joined epoch {self.member.epoch}", epoch=self.member.epoch)
+        self.pod.environment = self._collective_environment()
         hello = self._hello()
         self.member.say_hello(hello)
         if self.member.is_leader:
@@ -119,6 +121,11 @@ class Coordinator:
         )
         self.wait_for(lambda: self.member.look_for_leader() or None, pause=0.2, what=(0,))
         self.hold_group = True
+
+    def _collective_environment(self) -> Mapping[str, str]:
+        """Over which interface the workers meet: the one towards the leader, since gloo would ask for the host's name."""
+        address = self.spec.topology.leader_address if self.spec.topology.num_nodes > 1 else None
+        return network.collective_environment(os.environ, address or "127.0.0.1", self.spec.settings.interface)
 
     def join_seconds(self) -> float:
         """How long a pod may be missing."""
@@ -317,7 +324,9 @@ class Coordinator:
         settings = self.spec.settings
         outcome, exit_code = policy.judge(problem, settings.on_tuning_failure, settings.on_barrier_failure)
         is_stopped = isinstance(problem, Stopped)
-        failure = None if is_stopped else {"rank": problem.rank, "pod": problem.pod or self.spec.pod, "what": str(problem)}
+        failure = (
+            None if is_stopped else {"rank": problem.rank, "pod": problem.pod or self.spec.pod, "what": str(problem)}
+        )
         end = {
             "outcome": outcome,
             "exit_code": exit_code,
@@ -341,7 +350,9 @@ class Coordinator:
                     end.update(self._hear_end() or {})
                 return
             if isinstance(problem, Stopped):
-                lost = BarrierError(f"The leader (pod {self.spec.pod}) was stopped.", "The group cannot go on without it.")
+                lost = BarrierError(
+                    f"The leader (pod {self.spec.pod}) was stopped.", "The group cannot go on without it."
+                )
                 kind, code = policy.judge(lost, "fail", self.spec.settings.on_barrier_failure)
                 failure = {"rank": None, "pod": self.spec.pod, "what": str(lost)}
                 end = {**end, "outcome": kind, "exit_code": code, "reason": str(lost), "first_failure": failure}

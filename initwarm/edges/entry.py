@@ -38,7 +38,6 @@ class RunSpec:
         scratch: a directory of this run alone, on this pod.
         deadline: when the run must have ended.
         start_method: `forkserver` or `spawn`.
-        gpu_count: visible GPUs, or None if that could not be found out before torch is imported.
         key: what bundles are authenticated with, or None.
         obstacle: why the cache volume can be read and not written, or None.
     """
@@ -52,7 +51,6 @@ class RunSpec:
     scratch: str
     deadline: float
     start_method: str
-    gpu_count: int | None
     key: bytes | None
     obstacle: VolumeError | None
 

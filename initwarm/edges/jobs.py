@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -44,16 +43,6 @@ class JobEnd:
     error: str | None = None
     kind: str | None = None
     last_note: Any = None
-
-
-def reuse_fork_server() -> None:
-    """Have this process, a child of the agent's fork server, ask that same server for its own children.
-
-    multiprocessing hands the server's address and lifeline down to such a child, and then starts a second server, which
-    would import torch again, because it looks for the server among the child's own children. The agent keeps the
-    server alive, so there is nothing to ensure.
-    """
-    forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined,method-assign]  # noqa: SLF001
 
 
 def quiet_elastic() -> None:

@@ -50,7 +50,10 @@ class Leader:
         self.world_size = sum(counts)
         check_world(self.spec.plan, self.world_size)
         if isinstance(decision, Adopt):
-            self.say("initwarm.verdict.reached", message=f"adopt bundle {decision.digest[:12]} of node rank {decision.holder}")
+            self.say(
+                "initwarm.verdict.reached",
+                message=f"adopt bundle {decision.digest[:12]} of node rank {decision.holder}",
+            )
             adopted = self._spread(decision.digest, decision.generation, decision.holder)
             if not adopted:
                 self.notes.append(f"the bundle {decision.digest[:12]} did not stand the replay and was tuned anew")

@@ -8,13 +8,22 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from initwarm.edges.channel import DEAD_SECONDS, GREETING, HEARTBEAT_SECONDS, Channel, Heartbeat, Watch, connect, host_store
+from initwarm.edges.channel import (
+    DEAD_SECONDS,
+    GREETING,
+    HEARTBEAT_SECONDS,
+    Channel,
+    Heartbeat,
+    Watch,
+    connect,
+    host_store,
+)
 from initwarm.edges.entry import RunSpec
 from initwarm.edges.pod import Say
 from initwarm.errors import BarrierError, ConfigurationError, InitwarmError, TopologyError, error_named
 from initwarm.protocol import Answer, Hello, Step, encode, encode_hello, parse_answer, parse_hello, parse_step
 
-DEFAULT_PORT = 29511
+DEFAULT_PORT = 29710
 #: Two claims to one place are told apart by whether the older process's counter still moves.
 RIVAL_SECONDS = 2 * HEARTBEAT_SECONDS
 
@@ -55,8 +64,8 @@ class Member:
 
     @property
     def is_joined(self) -> bool:
-        """Whether the store was reached."""
-        return self._channel is not None
+        """Whether this pod has its place; one that was refused must not speak for it."""
+        return self._heartbeat is not None
 
     def note(self, text: str) -> None:
         """Say what this pod does; the others print it while they wait."""

@@ -53,6 +53,7 @@ class Pod:
         self.replayed = 0
         self.missed = 0
         self.note: Callable[[str], None] = lambda _text: None
+        self.environment: Mapping[str, str] = {}
         self._jobs: list[Job] = []
         self._provers: list[Job] = []
         self._probe: worker.ProbeResult | None = None
@@ -245,7 +246,7 @@ class Pod:
 
     def _job(self, rank: int, entrypoint: Callable[..., None], spec: Any) -> Job:
         local_rank = rank - self.first_rank
-        return self._start(local_rank, entrypoint, spec, {"RANK": str(rank), "LOCAL_RANK": str(local_rank)})
+        return self._start(local_rank, entrypoint, spec, {**self.environment, "RANK": str(rank), "LOCAL_RANK": str(local_rank)})
 
     def _start(
         self, local_rank: int, entrypoint: Callable[..., None], spec: Any, environment: Mapping[str, str]

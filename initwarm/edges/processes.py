@@ -10,8 +10,9 @@ import contextlib
 import ctypes
 import os
 import signal
+import threading
 import time
-from multiprocessing import resource_tracker
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -40,13 +41,34 @@ def descendants() -> list[int]:
     return found
 
 
-def end_descendants(timeout_seconds: float) -> list[int]:
+def use_running_fork_server() -> None:
+    """Keep multiprocessing from starting another fork server in this process.
+
+    It hands the server's address and lifeline down to a child, and would all the same start a second server there,
+    which imports torch again, because it looks for the server among the child's own children. In the agent it would
+    start a new one while the agent is ending everything.
+    """
+    forkserver._forkserver.ensure_running = lambda: None  # type: ignore[method-assign]  # noqa: SLF001
+
+
+def end_descendants(starter: threading.Thread, timeout_seconds: float) -> list[int]:
     """Kill and reap all descendants; returns those that are still there when the time is up.
 
-    multiprocessing's resource tracker is left until the end: it removes the semaphores of killed processes.
+    Args:
+        starter: a thread that may be starting one at this moment.
+        timeout_seconds: for each of the two sweeps, of which the second finds what the thread started meanwhile.
     """
-    tracker = resource_tracker._resource_tracker  # noqa: SLF001
-    tracker_pid = getattr(tracker, "_pid", None)
+    _kill_descendants(timeout_seconds)
+    starter.join(timeout_seconds)
+    left = _kill_descendants(timeout_seconds)
+    # Last of all: it removes the semaphores of killed processes.
+    with contextlib.suppress(OSError, ChildProcessError):
+        resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]  # noqa: SLF001
+    return left
+
+
+def _kill_descendants(timeout_seconds: float) -> list[int]:
+    tracker_pid = getattr(resource_tracker._resource_tracker, "_pid", None)  # noqa: SLF001
     end = time.monotonic() + timeout_seconds
     while True:
         left = [pid for pid in descendants() if pid != tracker_pid]
@@ -55,12 +77,8 @@ def end_descendants(timeout_seconds: float) -> list[int]:
                 os.kill(pid, signal.SIGKILL)
         _reap(tracker_pid)
         if not left or time.monotonic() > end:
-            break
+            return left
         time.sleep(0.01)
-    if tracker_pid is not None:
-        with contextlib.suppress(OSError, ChildProcessError):
-            tracker._stop()  # type: ignore[attr-defined]  # noqa: SLF001
-    return left
 
 
 def _reap(tracker_pid: int | None) -> None:

@@ -37,7 +37,9 @@ class Group:
     def engine_root(self, node_rank: int) -> Path:
         return self.directory / f"engine-{node_rank}"
 
-    def start(self, *more: str, environ: Mapping[str, str] | None = None, nodes: Sequence[int] | None = None) -> list[Pod]:
+    def start(
+        self, *more: str, environ: Mapping[str, str] | None = None, nodes: Sequence[int] | None = None
+    ) -> list[Pod]:
         """Start the pods of the next life of the group."""
         self.lives += 1
         port = free_port()

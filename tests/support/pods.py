@@ -72,14 +72,19 @@ class Pod:
 
     def processes(self) -> list[int]:
         """Living processes of this pod: they are of one process group."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit():
-                with contextlib.suppress(OSError, ValueError, IndexError):
-                    fields = (entry / "stat").read_text().rpartition(")")[2].split()
-                    if fields[0] != "Z" and int(fields[2]) == self.pid:
-                        found.append(int(entry.name))
-        return found
+        return living_processes(self.pid)
+
+
+def living_processes(process_group: int) -> list[int]:
+    """Processes of a group that run; the kernel may not have collected ended ones yet."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                if fields[0] != "Z" and int(fields[2]) == process_group:
+                    found.append(int(entry.name))
+    return found
 
 
 class PodServer:

@@ -63,7 +63,9 @@ def test_an_event_is_one_line_in_both_formats() -> None:
     fields = {"message": "two\nlines", "digest": "0" * 64, "nothing": None}
 
     as_json = event_as_json("initwarm.a.b", fields, "2026-01-02T03:04:05.678Z")
-    as_text = event_as_text("initwarm.a.b", {"message": "text", "digest": "0" * 64, "nothing": None}, "2026-01-02T03:04:05Z")
+    as_text = event_as_text(
+        "initwarm.a.b", {"message": "text", "digest": "0" * 64, "nothing": None}, "2026-01-02T03:04:05Z"
+    )
 
     assert json.loads(as_json)["message"] == "two\nlines"
     assert "\n" not in as_json
