@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import json
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -225,42 +225,39 @@ def _cut(text: str, length: int = 160) -> str:
 
 
 def _summarise_entries(v1: V1File) -> tuple[tuple[OpSummary, ...], tuple[NearTie, ...]]:
-    tactics: defaultdict[str, Counter[tuple[str, Any]]] = defaultdict(Counter)
-    margins: defaultdict[str, list[float]] = defaultdict(list)
+    ops: list[OpSummary] = []
     close: list[tuple[float, str]] = []
-    op, head = "", "\0"
-    for key, entry in v1.entries.items():
-        if not key.startswith(head):
+    for op, items in sorted(_items_by_op(v1.entries).items()):
+        winners = Counter([(entry[0], _as_text(entry[1])) for _, entry in items])
+        margins = _margins(items)
+        ties = [one for one in margins if one[0] < NEAR_TIE]
+        smallest = min(margins)[0] if margins else None
+        tactics = {f"{runner} {tactic}": count for (runner, tactic), count in winners.most_common()}
+        ops.append(OpSummary(op, len(items), tactics, len(margins), smallest, len(ties)))
+        close.extend(ties)
+    return tuple(ops), tuple(_near_tie(key, v1.entries[key]) for _, key in heapq.nsmallest(LISTED_TIES, close))
+
+
+def _items_by_op(entries: Mapping[str, Any]) -> dict[str, list[tuple[str, Any]]]:
+    grouped: dict[str, list[tuple[str, Any]]] = {}
+    head, items = "\0", grouped.setdefault("", [])
+    for item in entries.items():
+        if not item[0].startswith(head):
             # Keys are sorted, so that this is once per op and not once per entry.
-            op = op_of(key)
-            head = f"('{op}', "
-        tactic = entry[1]
-        tactics[op][entry[0], tactic if type(tactic) is int else json.dumps(tactic)] += 1
-        margin = _margin(entry)
-        if margin is not None:
-            margins[op].append(margin)
-            if margin < NEAR_TIE:
-                close.append((margin, key))
-    ops = tuple(_summarise_op(op, tactics[op], margins[op]) for op in sorted(tactics))
-    return ops, tuple(_near_tie(key, v1.entries[key]) for _, key in heapq.nsmallest(LISTED_TIES, close))
+            op = op_of(item[0])
+            head, items = f"('{op}', ", grouped.setdefault(op, [])
+        items.append(item)
+    return {op: items for op, items in grouped.items() if items}
 
 
-def _summarise_op(op: str, tactics: Counter[tuple[str, Any]], margins: Sequence[float]) -> OpSummary:
-    return OpSummary(
-        op=op,
-        entries=sum(tactics.values()),
-        tactics={f"{runner} {tactic}": count for (runner, tactic), count in tactics.most_common()},
-        margins=len(margins),
-        smallest_margin=min(margins, default=None),
-        near_ties=sum(margin < NEAR_TIE for margin in margins),
-    )
+def _as_text(tactic: Any) -> Any:
+    return tactic if type(tactic) is int else json.dumps(tactic)
 
 
-def _margin(entry: Sequence[Any]) -> float | None:
-    if len(entry) < 4 or type(entry[3]) is not dict:
-        return None
-    margin = entry[3].get("margin")
-    return margin if type(margin) is float or type(margin) is int else None
+def _margins(items: Sequence[tuple[str, Any]]) -> list[tuple[float, str]]:
+    """By how much each of these won, where FlashInfer says."""
+    found = [(entry[3].get("margin"), key) for key, entry in items if len(entry) > 3 and type(entry[3]) is dict]
+    return [(margin, key) for margin, key in found if type(margin) is float or type(margin) is int]
 
 
 def _near_tie(key: str, entry: Sequence[Any]) -> NearTie:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from initwarm.bundle import STORE_FILE, V1_FILE
-from initwarm.edges.files import DIRECTORY_MODE, Directory, RefusedError, is_staging, unique_name, volume_error
+from initwarm.edges.files import Directory, RefusedError, is_staging, make_top, unique_name, volume_error
 from initwarm.errors import VolumeError
 from initwarm.store import parse_store, unpack_store
 
@@ -72,7 +72,7 @@ class EngineRoot:
         if STORE_FILE in files:
             content[_STORE] = unpack_store(parse_store(files[STORE_FILE]))
         with self._translated("The server finds no tactics here."):
-            self.path.mkdir(DIRECTORY_MODE, parents=True, exist_ok=True)
+            make_top(self.path)
             with Directory.open(self.path) as root:
                 for name in (_V1, _STORE):
                     self._remove(root, name)

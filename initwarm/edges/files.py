@@ -177,6 +177,21 @@ class Directory:
             os.chmod(name, DIRECTORY_MODE, dir_fd=self._descriptor)
 
 
+def make_top(path: Path) -> None:
+    """Make a directory and those above it that are missing, for the group as well, whatever the umask.
+
+    Raises:
+        OSError: it cannot be made, or a file is in the way.
+    """
+    missing = [above for above in (path, *path.parents) if not above.exists()]
+    for above in reversed(missing):
+        above.mkdir(exist_ok=True)
+        with _tolerated():
+            above.chmod(DIRECTORY_MODE)
+    if not path.is_dir():
+        raise FileExistsError(errno.EEXIST, "is a file", str(path))
+
+
 def unique_name() -> str:
     """A name for work in progress; no reader takes it for anything else, and no two writers share it."""
     return f".staging-{os.urandom(8).hex()}"

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from initwarm.errors import PlanError
 from initwarm.hostplan import host_plan
-from initwarm.plan import MAX_PLAN_BYTES, Plan, parse_plan
+from initwarm.plan import Plan
+from initwarm.planfile import MAX_PLAN_BYTES, parse_plan
 
 BUILT_IN = "host"
 ENTRY_POINTS = "initwarm.calls"

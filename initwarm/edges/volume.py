@@ -30,7 +30,7 @@ from initwarm.bundle import (
     parse_place,
     record_files,
 )
-from initwarm.edges.files import Directory, RefusedError, unique_name, volume_error
+from initwarm.edges.files import Directory, RefusedError, make_top, unique_name, volume_error
 from initwarm.edges.quarantine import Quarantined, generations_aside, set_aside, set_bundle_aside
 from initwarm.edges.volume_reader import BUNDLES, LAYOUT, VolumeReader
 from initwarm.errors import DataError, VolumeError
@@ -47,7 +47,7 @@ _TAG = b"""Signature: 8a477f597d28d172789f06886806bc55
 _README = b"""This directory is the cache of initwarm, which tunes FlashInfer before an LLM server starts.
 
 Everything in it can be made again. Delete the directory, or any directory v1/<identity>, whenever no pod is starting;
-the next start tunes anew. v1/quarantine and names that begin with .staging- may be deleted at any time.
+the next start tunes anew. So may names that begin with .staging-, and v1/quarantine at any time.
 `initwarm inspect` shows what is here, `initwarm verify` checks it.
 """
 
@@ -94,7 +94,7 @@ class CacheVolume:
         effect = "The cache volume cannot be written."
         try:
             with self._translated(self.root, effect):
-                self.root.mkdir(parents=True, exist_ok=True)
+                make_top(self.root)
                 with Directory.open(self.root) as root:
                     _probe(root)
         except VolumeError as obstacle:

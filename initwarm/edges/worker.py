@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from initwarm.edges import barrier, tuning
+from initwarm.edges import barrier, replay, tuning
 from initwarm.edges.entry import die_with_parent
 from initwarm.errors import UnavailableError
 
@@ -88,7 +88,11 @@ class Order:
 
 def device_of(plan_device: str, index: int) -> torch.device:
     """The one device of a rank."""
-    return torch.device("cuda", index) if plan_device == "cuda" else torch.device("cpu")
+    if plan_device == "cuda":
+        return torch.device("cuda", index)
+    # The ranks of a pod share its cores: with a pool of threads each, they would wait for one another.
+    torch.set_num_threads(1)
+    return torch.device("cpu")
 
 
 def probe(conn: Connection, spec: ProbeSpec) -> None:
@@ -158,7 +162,7 @@ def prove(conn: Connection, spec: ProveSpec) -> None:
     device = device_of(spec.plan.device, spec.device_index)
     v1_path = Path(spec.v1_path)
     digest = hashlib.sha256(v1_path.read_bytes()).hexdigest()
-    result = tuning.replay(
+    result = replay.replay(
         spec.plan.units_of(spec.rank),
         device,
         v1_path,

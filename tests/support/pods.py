@@ -96,7 +96,7 @@ class PodServer:
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         )
         self._pods: dict[int, Pod] = {}
         self._ready = threading.Event()

@@ -57,7 +57,8 @@ def test_a_clear_winner_is_no_near_tie() -> None:
 
 def test_margins_of_another_kind_are_passed_over() -> None:
     v1 = v1_file({key(bucket=number): 1 for number in range(5)})
-    for entry, margin in zip(v1.entries.values(), (None, "x", True, [1], {}), strict=True):
+    margins: list[Any] = [None, "x", True, [1], {}]
+    for entry, margin in zip(v1.entries.values(), margins, strict=True):
         entry.append(selected(margin))
 
     assert summarise_bundle(PLACE, examined(v1)).ops[0].margins == 0

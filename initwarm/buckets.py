@@ -1,0 +1,74 @@
+"""The token counts that FlashInfer tunes, and what a server asks for between them.
+
+A server's look-up rounds its number of tokens up to the hybrid grid: powers of two up to 256, then steps of 256 up to
+2048, of 512 up to 4096, then powers of two again. What was tuned at another number is never found.
+
+Source:
+    FlashInfer 0.6.10 to 0.7.4, fused_moe/utils.py: get_hybrid_num_tokens_buckets, map_to_hybrid_bucket_uncapped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_POWERS_END = 256
+_STEPS = ((2048, 256), (4096, 512))
+
+
+def hybrid_bucket(num_tokens: int) -> int:
+    """The bucket that a look-up with this many tokens asks for."""
+    if num_tokens <= 1:
+        return 1
+    if num_tokens > _POWERS_END:
+        for end, step in _STEPS:
+            if num_tokens <= end:
+                return -(-num_tokens // step) * step
+    return 1 << (num_tokens - 1).bit_length()
+
+
+def hybrid_buckets(max_num_tokens: int) -> tuple[int, ...]:
+    """The buckets up to a maximum, which is always the last one, on the grid or not."""
+    buckets = []
+    bucket = 1
+    while bucket < max_num_tokens:
+        buckets.append(bucket)
+        bucket = hybrid_bucket(bucket + 1)
+    return (*buckets, max_num_tokens)
+
+
+def replay_points(buckets: Sequence[int]) -> tuple[int, ...]:
+    """Token counts that prove a plan: each bucket, and one point below each bucket whose neighbour is in the plan too.
+
+    A point between two neighbours of the grid is rounded up to the greater one, so it must hit if both were tuned.
+    """
+    points = set(buckets)
+    for lower, upper in zip(buckets, buckets[1:], strict=False):
+        if hybrid_bucket(lower) == lower and hybrid_bucket(lower + 1) == upper and upper - lower > 1:
+            points.add((lower + upper + 1) // 2)
+    return tuple(sorted(points))
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Token counts, both inclusive, whose look-ups miss."""
+
+    first: int
+    last: int
+
+
+def coverage(buckets: Sequence[int], max_num_tokens: int) -> tuple[Gap, ...]:
+    """The token counts from 1 to a maximum that a server will ask for and not find."""
+    tuned = set(buckets)
+    gaps: list[Gap] = []
+    first = 1
+    while first <= max_num_tokens:
+        bucket = hybrid_bucket(first)
+        last = min(bucket, max_num_tokens)
+        if bucket not in tuned:
+            if gaps and gaps[-1].last == first - 1:
+                gaps[-1] = Gap(gaps[-1].first, last)
+            else:
+                gaps.append(Gap(first, last))
+        first = bucket + 1
+    return tuple(gaps)

@@ -1,0 +1,143 @@
+"""The proof: load what a server would load, make the plan's calls, and see that nothing is missing.
+
+Runs in a process that has tuned nothing, without a process group and without a bucket override, as a server does. Each
+winner is executed, since a cached choice can be one that its kernel refuses, and its kernel may still have to be built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+import flashinfer
+import torch
+
+
+from initwarm.buckets import replay_points
+from initwarm.edges.calls import prepare
+from initwarm.edges.tuners import WatchedTuner, install
+from initwarm.edges.tuning import Progress, collect_metadata, features, quiet
+from initwarm.entries import parse_v1
+from initwarm.errors import InitwarmError
+from initwarm.identity import differences
+from initwarm.plan import Unit
+
+#: What every use of the JIT directory touches, whether something is built or not.
+_NOT_BUILT = (".lock", ".log", ".ninja", ".ninja_log", ".ninja_deps", ".ninja_lock")
+
+
+@dataclass(frozen=True)
+class ReplayResult:
+    """What a rank found in the engine root.
+
+    Args:
+        hits: look-ups that found a winner.
+        missed: keys that were looked up and not found, each once.
+        profiled: tactics that were measured.
+        built: files that appeared or changed in FlashInfer's JIT directory.
+        failed: calls that raised.
+    """
+
+    hits: int
+    missed: tuple[str, ...]
+    profiled: int
+    built: tuple[str, ...]
+    failed: tuple[str, ...]
+
+
+def replay(
+    units: Sequence[Unit],
+    device: torch.device,
+    v1_path: Path,
+    store_root: Path | None,
+    report: Callable[[Progress], None],
+) -> ReplayResult:
+    """Replay units from the v1 file, then, in a tuner that has forgotten it, from the v2 store.
+
+    Args:
+        units: of this rank.
+        device: where the tensors live.
+        v1_path: this rank's file.
+        store_root: the store, or None where there is none.
+        report: hears where the work is.
+    """
+    quiet()
+    before = _built_files()
+    replayer = _Replayer(units, device, report)
+    replayer.from_file(v1_path)
+    if store_root is not None and features().has_store:
+        replayer.from_store(store_root)
+    built = sorted(name for name, state in _built_files().items() if before.get(name) != state)
+    return replayer.result(tuple(built))
+
+
+class _Replayer:
+    def __init__(self, units: Sequence[Unit], device: torch.device, report: Callable[[Progress], None]) -> None:
+        self.points = _points(units)
+        self.device = device
+        self.report = report
+        self.hits = 0
+        self.profiled = 0
+        self.missed: dict[str, None] = {}
+        self.failed: dict[str, None] = {}
+
+    def from_file(self, path: Path) -> None:
+        tuner = install(self.device, (), lambda _tactic: None)
+        if not tuner.load_configs(str(path)):
+            saved = parse_v1(path.read_bytes()).metadata
+            fields = "; ".join(str(one) for one in differences(saved, collect_metadata(self.device)))
+            self.missed[f"every key: FlashInfer refuses {path.name} ({fields})"] = None
+            return
+        self._run(tuner, path.name)
+
+    def from_store(self, root: Path) -> None:
+        tuner = install(self.device, (), lambda _tactic: None)
+        with flashinfer.autotune_v2(mode="replay", cache_root=str(root)):
+            self._run(tuner, root.name)
+
+    def _run(self, tuner: WatchedTuner, source: str) -> None:
+        for number, unit in enumerate(self.points):
+            self.report(Progress(f"replay {number + 1}/{len(self.points)} of {source}, {unit.name}", number, len(self.points)))
+            try:
+                prepare(unit, self.device)()
+                if self.device.type == "cuda":
+                    torch.cuda.synchronize(self.device)
+            except InitwarmError:
+                raise
+            except Exception as problem:  # noqa: BLE001  a winner that its kernel refuses, for whatever reason
+                winners = ", ".join(f"{one.winner.runner} {one.winner.tactic}" for one in tuner.seen.look_ups)
+                self.failed[f"{unit.name} with {winners}: {type(problem).__name__}: {problem}"] = None
+        self.hits += sum(one.is_hit for one in tuner.seen.look_ups)
+        self.profiled += tuner.seen.measured
+        self.missed.update(dict.fromkeys(one.key for one in tuner.seen.look_ups if not one.is_hit))
+
+    def result(self, built: tuple[str, ...]) -> ReplayResult:
+        return ReplayResult(self.hits, tuple(self.missed), self.profiled, built, tuple(self.failed))
+
+
+def _points(units: Sequence[Unit]) -> list[Unit]:
+    """Each call at its buckets and between them."""
+    by_call: dict[int, list[Unit]] = {}
+    for unit in units:
+        by_call.setdefault(unit.index, []).append(unit)
+    return [
+        Unit(index, of_call[0].call, point)
+        for index, of_call in by_call.items()
+        for point in replay_points([unit.bucket for unit in of_call])
+    ]
+
+
+def _built_files() -> dict[str, tuple[int, int]]:
+    from flashinfer.jit import env
+
+    root = Path(env.FLASHINFER_JIT_DIR)
+    files: dict[str, tuple[int, int]] = {}
+    for path in root.rglob("*") if root.is_dir() else ():
+        if path.is_file() and not path.name.endswith(_NOT_BUILT):
+            state = path.stat()
+            files[str(path.relative_to(root))] = (state.st_mtime_ns, state.st_size)
+    return files
+
+
