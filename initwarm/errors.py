@@ -110,5 +110,6 @@ class Stopped(InitwarmError):
 def error_named(name: str, text: str) -> InitwarmError:
     """The error of this class name that another process reported in words."""
     kind = globals().get(name)
-    is_known = isinstance(kind, type) and issubclass(kind, InitwarmError)
-    return kind(text) if is_known else InitwarmError(text)
+    if isinstance(kind, type) and issubclass(kind, InitwarmError):
+        return kind(text)
+    return InitwarmError(text)

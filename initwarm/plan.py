@@ -84,6 +84,7 @@ class Call:
         stages: pipeline stages that make the call; None for all.
         ranks: ranks that make the call; None for all.
         collectives: the call contains a collective.
+        rank_free: no rank is part of its cache keys; a call that another package adds has to say so.
     """
 
     call: str
@@ -93,6 +94,7 @@ class Call:
     stages: tuple[int, ...] | None = None
     ranks: tuple[int, ...] | None = None
     collectives: bool = False
+    rank_free: bool = False
 
 
 @dataclass(frozen=True)
@@ -165,8 +167,8 @@ class Plan:
 
     @property
     def rank_free(self) -> bool:
-        """Whether no rank is part of any cache key, in every FlashInfer version; unknown calls are not trusted."""
-        return all(call.call in CALLS and CALLS[call.call].is_rank_free for call in self.calls)
+        """Whether no rank is part of any cache key, so that one rank's winners are hits on every other."""
+        return all(call.rank_free for call in self.calls)
 
     def units_of(self, rank: int) -> tuple[Unit, ...]:
         """What this rank's server will ask for, in plan order, buckets ascending."""
@@ -217,6 +219,8 @@ def _call_as_json(call: Call) -> dict[str, Any]:
         "buckets": list(call.buckets),
         "collectives": call.collectives,
     }
+    if call.call not in CALLS:
+        document["rank_free"] = call.rank_free
     for name in ("stages", "ranks"):
         chosen = getattr(call, name)
         if chosen is not None:

@@ -168,7 +168,7 @@ class _Reader:
         return Parallel(**sizes)
 
     def call(self, value: Any, where: str, device: str, parallel: Parallel | None) -> Call:
-        known = ("call", "args", "buckets", "stages", "ranks", "collectives")
+        known = ("call", "args", "buckets", "stages", "ranks", "collectives", "rank_free")
         fields = self.mapping(value, where, known, ("call", "args", "buckets"))
         name = fields["call"]
         names = sorted({*CALLS, *self.extra_calls})
@@ -186,8 +186,11 @@ class _Reader:
                 "Make two plans.",
             )
         tensors, scalars = self.arguments(fields["args"], f"{where}.args", signature, name)
-        if not isinstance(fields.get("collectives", False), bool):
-            self.refuse(f"{where}.collectives", f"is {_show(fields['collectives'])}", "Use true or false.")
+        for flag in ("collectives", "rank_free"):
+            if not isinstance(fields.get(flag, False), bool):
+                self.refuse(f"{where}.{flag}", f"is {_show(fields[flag])}", "Use true or false.")
+        if signature is not None and "rank_free" in fields:
+            self.refuse(f"{where}.rank_free", "is known for this call", "Leave it away.")
         stages = self.chosen(fields.get("stages"), f"{where}.stages", parallel.pp if parallel else 1)
         return Call(
             call=name,
@@ -197,6 +200,7 @@ class _Reader:
             stages=stages,
             ranks=self.chosen(fields.get("ranks"), f"{where}.ranks", MAX_PARALLEL),
             collectives=fields.get("collectives", False),
+            rank_free=fields.get("rank_free", False) if signature is None else signature.is_rank_free,
         )
 
     def chosen(self, value: Any, where: str, count: int) -> tuple[int, ...] | None:

@@ -24,7 +24,7 @@ class Facts:
         world_size: ranks of the group.
         is_uniform: all ranks make the same calls, apart from those that belong to a pipeline stage.
         has_collectives: some call contains a collective, so that a rank cannot make it alone.
-        is_rank_free: no cache key of the plan contains a rank, in the FlashInfer at hand.
+        is_rank_free: no cache key of the plan contains a rank.
         has_process_group: FlashInfer can average timings over a process group (0.6.16 and newer).
         flashinfer_version: for the messages.
     """
@@ -52,7 +52,7 @@ def _leader_problem(facts: Facts) -> str | None:
         return "the plan has calls that contain collectives, which the leader cannot make alone"
     if not facts.is_rank_free:
         return (
-            f"cache keys of this plan contain ranks in FlashInfer {facts.flashinfer_version}, so the others would miss"
+            "cache keys of this plan may contain ranks, so the others would miss"
         )
     if not facts.is_uniform:
         return "the plan's shapes depend on the rank, so the others would miss"

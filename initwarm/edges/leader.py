@@ -54,8 +54,8 @@ class Leader:
                 "initwarm.verdict.reached",
                 message=f"adopt bundle {decision.digest[:12]} of node rank {decision.holder}",
             )
-            adopted = self._spread(decision.digest, decision.generation, decision.holder)
-            if not adopted:
+            is_proven = self._spread(decision.digest, decision.generation, decision.holder)
+            if not is_proven:
                 self.notes.append(f"the bundle {decision.digest[:12]} did not stand the replay and was tuned anew")
                 decision = None
         if not isinstance(decision, Adopt):
@@ -156,7 +156,7 @@ class Leader:
             world_size=self.world_size,
             is_uniform=plan.is_uniform(self.world_size),
             has_collectives=plan.has_collectives,
-            is_rank_free=plan.rank_free or bool(features["rank_free_moe"]),
+            is_rank_free=plan.rank_free,
             has_process_group=bool(features["has_process_group"]),
             flashinfer_version=str(features["flashinfer_version"]),
         )
