@@ -104,7 +104,13 @@ class Leader:
         return [hellos[node] for node in self.nodes]
 
     def _step(self, kind: str, waiting_for: tuple[int, ...] | None = None, **data: Any) -> list[Answer]:
-        """Announce a step, do this pod's share, and collect all answers; the first error ends the round."""
+        """Have all pods carry out a step; the first error ends the round."""
+        answers = self._ask(kind, waiting_for, **data)
+        _raise_first(answers)
+        return answers
+
+    def _ask(self, kind: str, waiting_for: tuple[int, ...] | None = None, **data: Any) -> list[Answer]:
+        """Announce a step, do this pod's share, and collect all answers."""
         step = Step(self.number, kind, {"offsets": list(self.offsets), **data})
         self.number += 1
         self.say("initwarm.step.announced", message=kind, step=step.number)
@@ -121,11 +127,7 @@ class Leader:
             return None if len(answers) < len(self.nodes) else True
 
         self.coordinator.wait_for(look, what=waiting_for or tuple(self.nodes))
-        ordered = [answers[node] for node in self.nodes]
-        error = first_error(ordered)
-        if error is not None:
-            raise from_error(error)
-        return ordered
+        return [answers[node] for node in self.nodes]
 
     def _spread(self, digest: str, generation: int, holder: int) -> bool:
         """Bring the bundle to every pod and prove it on every rank; sets it aside where the proof fails."""
@@ -192,7 +194,7 @@ class Leader:
         excluded: list[Mapping[str, Any]] = []
         self.round += 1
         for attempt in range(MAX_RESTARTS + 1):
-            answers = self._step(
+            answers = self._ask(
                 "tune",
                 waiting_for=tuple(self._nodes_of(tuners)),
                 strategy=chosen,
@@ -204,7 +206,9 @@ class Leader:
             )
             lost = [answer.data["lost"] for answer in answers if "lost" in answer.data]
             if not lost:
+                _raise_first(answers)
                 return self._publish(chosen, facts, answers)
+            # What the other ranks report then is the lost one's doing: in lockstep their averages broke.
             for one in lost:
                 if one["tactic"] not in excluded:
                     excluded.append(one["tactic"])
@@ -293,3 +297,9 @@ class Leader:
             "bundle": self.pod.held.digest,
             "world_size": self.world_size,
         }
+
+
+def _raise_first(answers: list[Answer]) -> None:
+    error = first_error(answers)
+    if error is not None:
+        raise from_error(error)

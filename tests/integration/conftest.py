@@ -8,7 +8,7 @@ from tests.support.pods import PodServer
 
 
 @pytest.fixture(scope="session")
-def pod_server() -> Iterator[PodServer]:
-    server = PodServer()
+def pod_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PodServer]:
+    server = PodServer(tmp_path_factory.mktemp("workspace"))
     yield server
     server.close()

@@ -67,7 +67,8 @@ class FaultyRunner(TunableRunner):
             os.abort()
         if x.shape[0] >= options.get("out_of_memory", 1 << 30) and tactic >= 0:
             raise MemoryError("no room for this tactic")
-        if options.get("raises") == "all" or (options.get("raises") == "most" and 0 <= tactic < self.count - 1):
+        last = {"all": self.count, "most": self.count - 1}.get(options.get("raises"), 0)
+        if 0 <= tactic < last:
             raise RuntimeError("unsupported tactic")
         if options.get("builds"):
             build(f"{options.get('name', 'op')}-{tactic}")

@@ -90,13 +90,17 @@ def living_processes(process_group: int) -> list[int]:
 class PodServer:
     """The process that pods are forked from."""
 
-    def __init__(self) -> None:
+    def __init__(self, workspace: Path) -> None:
+        #: FlashInfer's, of all pods: it is read once, when FlashInfer is imported.
+        self.workspace = workspace
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.support.pod_server"],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
+                "FLASHINFER_WORKSPACE_BASE": str(workspace),
+            },
         )
         self._pods: dict[int, Pod] = {}
         self._ready = threading.Event()
@@ -118,7 +122,12 @@ class PodServer:
                 pod.ended.set()
 
     def start(
-        self, directory: Path, name: str, arguments: Sequence[str], environ: Mapping[str, str] | None = None
+        self,
+        directory: Path,
+        name: str,
+        arguments: Sequence[str],
+        environ: Mapping[str, str] | None = None,
+        command: Sequence[str] = (),
     ) -> Pod:
         assert self._ready.wait(120), "torch and FlashInfer were not imported in two minutes"
         pod = Pod(name, directory)
@@ -127,13 +136,17 @@ class PodServer:
         kept = {key: os.environ[key] for key in ("PATH", "HOME", "VIRTUAL_ENV", "LD_LIBRARY_PATH") if key in os.environ}
         request = {
             "id": number,
-            "arguments": [*arguments, "--termination-message", str(directory / f"{name}.message")],
+            "arguments": [
+                *arguments,
+                "--termination-message",
+                str(directory / f"{name}.message"),
+                *(["--", *command] if command else []),
+            ],
             "environ": {
                 **kept,
                 "PYTHONPATH": f"{ROOT}:{PLUGINS}",
                 "INITWARM_LOG_FORMAT": "json",
                 "INITWARM_POD_NAME": name,
-                "FLASHINFER_WORKSPACE_BASE": str(directory / "workspace"),
                 "OMP_NUM_THREADS": "1",
                 **(environ or {}),
             },
