@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 _POWERS_END = 256
 _STEPS = ((2048, 256), (4096, 512))
@@ -28,7 +29,7 @@ def hybrid_bucket(num_tokens: int) -> int:
 
 
 def hybrid_buckets(max_num_tokens: int) -> tuple[int, ...]:
-    """The buckets up to a maximum, which is always the last one, on the grid or not."""
+    """The buckets up to a maximum of at least one token, which is always the last one, on the grid or not."""
     buckets = []
     bucket = 1
     while bucket < max_num_tokens:
@@ -40,13 +41,19 @@ def hybrid_buckets(max_num_tokens: int) -> tuple[int, ...]:
 def replay_points(buckets: Sequence[int]) -> tuple[int, ...]:
     """Token counts that prove a plan: each bucket, and one point below each bucket whose neighbour is in the plan too.
 
-    A point between two neighbours of the grid is rounded up to the greater one, so it must hit if both were tuned.
+    A point between two neighbours of the grid is rounded up to the greater one, so it must hit if both were tuned. A
+    bucket off the grid is left out: no look-up is ever rounded to it, so that nothing could prove it (see `coverage`).
+
+    Args:
+        buckets: ascending, in tokens.
     """
-    points = set(buckets)
-    for lower, upper in zip(buckets, buckets[1:], strict=False):
-        if hybrid_bucket(lower) == lower and hybrid_bucket(lower + 1) == upper and upper - lower > 1:
-            points.add((lower + upper + 1) // 2)
-    return tuple(sorted(points))
+    on_grid = [bucket for bucket in buckets if hybrid_bucket(bucket) == bucket]
+    between = [
+        (lower + upper + 1) // 2
+        for lower, upper in pairwise(on_grid)
+        if hybrid_bucket(lower + 1) == upper and upper - lower > 1
+    ]
+    return tuple(sorted(on_grid + between))
 
 
 @dataclass(frozen=True)
@@ -58,7 +65,12 @@ class Gap:
 
 
 def coverage(buckets: Sequence[int], max_num_tokens: int) -> tuple[Gap, ...]:
-    """The token counts from 1 to a maximum that a server will ask for and not find."""
+    """The token counts from 1 to a maximum that a server will ask for and not find.
+
+    Args:
+        buckets: that were tuned, in tokens.
+        max_num_tokens: the most tokens that a server has in one step, such as its `max_num_batched_tokens`.
+    """
     tuned = set(buckets)
     gaps: list[Gap] = []
     first = 1

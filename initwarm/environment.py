@@ -26,9 +26,11 @@ NO_PLACE = "This pod's place in its group is unknown, so nothing was started."
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,9}")
 _HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,252}")
 _GROUP = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
+_IP = re.compile(r"[0-9A-Fa-f:.]+(%[A-Za-z0-9._-]+)?")
 _BRACKETED = re.compile(r"\[(?P<host>[^\]]*)\](?::(?P<port>.*))?", re.DOTALL)
-_LINK_SUFFIX = re.compile(r"SERVICE_HOST|SERVICE_PORT(_.+)?|PORT_[0-9]+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?")
-_LINK_NAME = re.compile(r".+_PORT(_[0-9]+_(TCP|UDP|SCTP))?")
+_VARIABLE = re.compile(r"[A-Z0-9_]+")
+_LINK_SUFFIX = re.compile(r"SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?|PORT_[0-9]+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?")
+_LINK_NAME = re.compile(r"[A-Z0-9_]+_PORT(_[0-9]+_(TCP|UDP|SCTP))?")
 _LINK_VALUE = ("tcp://", "udp://", "sctp://")
 _OURS = (
     "INITWARM_", "LWS_", "GROVE_", "PET_", "JOB_COMPLETION_", "VC_", "VK_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_",
@@ -49,8 +51,8 @@ def annotation(key: str) -> str:
 def service_links(environ: Mapping[str, str]) -> tuple[str, ...]:
     """Names that look like settings and were made by Kubernetes from the name of a Service, sorted.
 
-    A Service `initwarm` puts INITWARM_PORT=tcp://10.0.0.1:80 into every pod of its namespace, and one `vc-a` with a port
-    named `num` puts VC_A_SERVICE_PORT_NUM there, unless the pod says `enableServiceLinks: false`.
+    A Service `initwarm` puts INITWARM_PORT=tcp://10.0.0.1:80 into every pod of its namespace, and one `vc-a` with a
+    port named `num` puts VC_A_SERVICE_PORT_NUM there, unless the pod says `enableServiceLinks: false`.
     """
     ours = [name for name in environ if name.startswith(_OURS)]
     services = [
@@ -64,6 +66,11 @@ def service_links(environ: Mapping[str, str]) -> tuple[str, ...]:
 def shown(value: str) -> str:
     """A value as messages show it: quoted, without what would move a cursor, and cut to a line."""
     return repr(value if len(value) <= 80 else value[:77] + "...")
+
+
+def listed(values: Mapping[str, str]) -> str:
+    """Variables and their values, as messages show them."""
+    return ", ".join(f"{name}={shown(value)}" for name, value in values.items())
 
 
 def parse_number(name: str, text: str, low: int, high: int) -> int:
@@ -106,7 +113,7 @@ def parse_host(name: str, text: str) -> tuple[str, int | None]:
         TopologyError: it names no host.
     """
     host, port = _split_host(text)
-    is_host = _is_ip(host) or (":" not in host and _HOST.fullmatch(host) is not None)
+    is_host = as_ip(host) is not None or (":" not in host and _HOST.fullmatch(host) is not None)
     if not is_host or host.lower() in ("none", "null"):
         raise TopologyError(
             f"{name} is {shown(text)}, which is no host name and no IP address.",
@@ -133,6 +140,8 @@ def parse_group(name: str, text: str) -> str:
 
 def as_ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     """The address, where a host is given as one."""
+    if not _IP.fullmatch(host):
+        return None
     try:
         return ipaddress.ip_address(host)
     except ValueError:
@@ -209,7 +218,7 @@ class PodEnvironment:
         """What stands between prefix and suffix in the names of variables that have a value, sorted."""
         for variable in sorted(self._environ):
             middle = variable.removeprefix(prefix).removesuffix(suffix)
-            if middle and variable == prefix + middle + suffix and self.text(variable) is not None:
+            if _VARIABLE.fullmatch(middle) and variable == prefix + middle + suffix and self.text(variable) is not None:
                 yield middle
 
 
@@ -235,7 +244,3 @@ def _split_host(text: str) -> tuple[str, str | None]:
         host, _, port = text.partition(":")
         return host, port
     return text, None
-
-
-def _is_ip(host: str) -> bool:
-    return as_ip(host) is not None

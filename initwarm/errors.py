@@ -87,6 +87,10 @@ class BarrierError(InitwarmError):
     exit_code = TIMED_OUT
 
 
+class LostRankError(BarrierError):
+    """One rank is known to stand still or to be gone, which explains whatever the others report."""
+
+
 class ConfigurationError(InitwarmError):
     """A setting, the plan, the topology or the peers contradict each other; a retry cannot succeed."""
 

@@ -13,20 +13,20 @@
           dtype: bfloat16
         buckets: {max: 8192}                         # FlashInfer's grid up to 8192, or a list
 
-`stages` and `ranks` restrict a call to pipeline stages or ranks; `collectives: true` marks one that no rank can make
-alone. A document is read whole or refused with the place of what is wrong; an empty list of calls is nothing to tune.
+`defaults: {buckets: ...}` serves calls that give none. `stages` and `ranks` restrict a call to pipeline stages or to
+ranks; `collectives: true` marks one that no rank can make alone. A document is read whole or refused with the place of
+what is wrong; an empty list of calls is nothing to tune.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from hashlib import sha256
 from typing import Any, Literal
 
 from initwarm.errors import PlanError
+from initwarm.jsontext import canonical, sha256_hex
 from initwarm.signatures import CALLS, TOKENS
 
 VERSION = 1
@@ -158,7 +158,7 @@ class Plan:
     @cached_property
     def digest(self) -> str:
         """SHA-256 of the canonical JSON; YAML or JSON, key order and the spelling of buckets do not matter."""
-        return sha256(json.dumps(self.to_json(), sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+        return sha256_hex(canonical(self.to_json()))
 
     @property
     def has_collectives(self) -> bool:
@@ -172,16 +172,13 @@ class Plan:
 
     def units_of(self, rank: int) -> tuple[Unit, ...]:
         """What this rank's server will ask for, in plan order, buckets ascending."""
+        stage = self.parallel.stage_of(rank) if self.parallel is not None else 0
         return tuple(
             Unit(index, call, bucket)
             for index, call in enumerate(self.calls)
-            if self._is_made_by(call, rank)
+            if (call.stages is None or stage in call.stages) and (call.ranks is None or rank in call.ranks)
             for bucket in call.buckets
         )
-
-    def _is_made_by(self, call: Call, rank: int) -> bool:
-        stage = self.parallel.stage_of(rank) if self.parallel is not None else 0
-        return (call.stages is None or stage in call.stages) and (call.ranks is None or rank in call.ranks)
 
     def stages(self, world_size: int) -> tuple[tuple[int, ...], ...]:
         """The ranks of each pipeline stage, ascending; the first of each is its leader."""
@@ -194,9 +191,13 @@ class Plan:
 
     def is_uniform(self, world_size: int) -> bool:
         """Whether the ranks of each stage make the same calls."""
+        stages = self.stages(world_size)
         return all(
-            len({tuple(self._is_made_by(call, rank) for call in self.calls) for rank in ranks}) == 1
-            for ranks in self.stages(world_size)
+            len(chosen.intersection(stages[stage])) in (0, len(stages[stage]))
+            for call in self.calls
+            if call.ranks is not None
+            for chosen in [frozenset(call.ranks)]
+            for stage in (range(len(stages)) if call.stages is None else call.stages)
         )
 
     def to_json(self) -> dict[str, Any]:

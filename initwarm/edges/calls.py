@@ -1,13 +1,13 @@
 """Recipes: a unit of a plan becomes a call of FlashInfer on made-up tensors.
 
-Random data and never zeros, since kernels may be faster on zeros; one seed per call, so that every rank and every
-replay sees the same numbers. Only the tensors that the plan declares are allocated.
+Normally distributed numbers: kernels may be faster on zeros, and where all numbers are near one mean, a kernel that
+reads the wrong ones gives nearly the right sums. The seed is the call's and the argument's, so that every rank and
+every replay has the same numbers. Only the tensors that the plan declares are allocated.
 """
 
 from __future__ import annotations
 
 import importlib
-import math
 from collections.abc import Callable
 from importlib import metadata
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from initwarm.edges.plans import ENTRY_POINTS
-from initwarm.errors import PlanError, UnavailableError
+from initwarm.errors import PlanError, TuningError, UnavailableError
 from initwarm.plan import TensorSpec, Unit
 from initwarm.signatures import CALLS, COLUMN_MAJOR
 
@@ -28,35 +28,58 @@ _FUNCTIONS = {
 }
 
 
+#: Numbers that are made at once where torch cannot make them in the tensor's own type.
+_CHUNK = 1 << 22
+
+
 def prepare(unit: Unit, device: torch.device) -> Callable[[], Any]:
     """Allocate a unit's tensors and return the call, ready to be made.
 
     Raises:
-        UnavailableError: this FlashInfer has no such function, or the device lacks the memory.
-        PlanError: no installed package brings this call.
+        UnavailableError: this FlashInfer has no such function.
+        TuningError: the device lacks the memory.
+        PlanError: no installed package brings this call, or it refuses the arguments.
     """
-    if unit.call.call in CALLS:
-        return _from_signature(unit, device)
+    recipe = _from_signature if unit.call.call in CALLS else _recipe(unit.call.call)
+    try:
+        return recipe(unit, device)
+    except (torch.cuda.OutOfMemoryError, MemoryError) as problem:
+        raise TuningError(
+            f"{unit.name} needs {unit.num_bytes / 2**30:.2f} GiB for its inputs, and {device} has no room: {problem}.",
+            "Nothing was tuned.",
+            "Use smaller buckets, or free the device.",
+        ) from problem
+
+
+def _recipe(name: str) -> Recipe:
     for point in metadata.entry_points(group=ENTRY_POINTS):
-        if point.name == unit.call.call:
-            recipe: Recipe = point.load()
-            return recipe(unit, device)
+        if point.name == name:
+            try:
+                recipe: Recipe = point.load()
+            except Exception as problem:
+                raise UnavailableError(
+                    f"The call {name} cannot be imported from {point.value}: {type(problem).__name__}: {problem}.",
+                    "Nothing was tuned.",
+                    "Correct the package that brings it.",
+                ) from problem
+            return recipe
     raise PlanError(
-        f"No installed package brings the call {unit.call.call}.",
+        f"No installed package brings the call {name}.",
         "Nothing was tuned.",
         f"Install the package that has it as an entry point of {ENTRY_POINTS} in this image.",
     )
 
 
 def _from_signature(unit: Unit, device: torch.device) -> Callable[[], Any]:
-    function = _function(_FUNCTIONS.get(unit.call.call, unit.call.call))
-    signature = CALLS[unit.call.call]
+    name = unit.call.call
+    function = _function(_FUNCTIONS.get(name, name))
+    signature = CALLS[name]
     arguments: dict[str, Any] = {
-        name: make_tensor(tensor, unit.bucket, device, seed=unit.index * 31 + position)
-        for position, (name, tensor) in enumerate(unit.call.tensors.items())
+        argument: make_tensor(tensor, unit.bucket, device, seed=unit.index * 31 + position)
+        for position, (argument, tensor) in enumerate(unit.call.tensors.items())
     }
-    for name, value in unit.call.scalars.items():
-        arguments[name] = getattr(torch, str(value)) if signature.scalars[name].is_dtype else value
+    for argument, value in unit.call.scalars.items():
+        arguments[argument] = getattr(torch, str(value)) if signature.scalars[argument].is_dtype else value
     return lambda: function(**arguments)
 
 
@@ -66,13 +89,21 @@ def _function(name: str) -> Callable[..., Any]:
         function: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as problem:
         raise UnavailableError(
-            f"This FlashInfer has no {name}: {problem}.", "Nothing was tuned.", "Use a FlashInfer that has it, or change the plan."
+            f"This FlashInfer has no {name}: {problem}.",
+            "Nothing was tuned.",
+            "Use a FlashInfer that has it, or change the plan.",
         ) from problem
     return function
 
 
 def make_tensor(spec: TensorSpec, num_tokens: int, device: torch.device, seed: int) -> torch.Tensor:
-    """A tensor of this specification, filled with numbers of the size that activations and weights have.
+    """A tensor of this specification: a scale near one if it has one element, otherwise random.
+
+    Args:
+        spec: its type, shape and layout.
+        num_tokens: what `M` stands for.
+        device: where it lives.
+        seed: of the numbers.
 
     Shapes:
         returned: `spec.sizes(num_tokens)`, of `spec.dtype`, on the device, in the layout of the specification.
@@ -80,14 +111,15 @@ def make_tensor(spec: TensorSpec, num_tokens: int, device: torch.device, seed: i
     sizes = list(spec.sizes(num_tokens))
     if spec.layout == COLUMN_MAJOR:
         sizes[-1], sizes[-2] = sizes[-2], sizes[-1]
-    dtype: torch.dtype = getattr(torch, spec.dtype)
+    tensor = torch.empty(sizes, dtype=getattr(torch, spec.dtype), device=device)
     generator = torch.Generator(device=device).manual_seed(seed)
-    if dtype.is_floating_point:
-        # Of unit variance after a product over the last dimension; a scale has no dimension and stays near one.
-        scale = 1 / math.sqrt(sizes[-1]) if sizes and sizes[-1] > 1 else 1.0
-        half = torch.float16 if dtype.itemsize == 1 else dtype
-        tensor = (torch.rand(sizes, generator=generator, device=device, dtype=half) + 0.5) * scale
-        tensor = tensor.to(dtype)
+    if not tensor.is_floating_point():
+        tensor.random_(1, 100, generator=generator)
+    elif tensor.numel() == 1:
+        tensor.fill_(0.5 + torch.rand((), generator=generator, device=device).item())
+    elif tensor.dtype.itemsize > 1:
+        tensor.normal_(generator=generator)
     else:
-        tensor = torch.randint(0, 100, sizes, generator=generator, device=device, dtype=dtype)
+        for chunk in tensor.view(-1).split(_CHUNK):
+            chunk.copy_(torch.randn(chunk.shape, generator=generator, device=device, dtype=torch.float16))
     return tensor.transpose(-1, -2) if spec.layout == COLUMN_MAJOR else tensor

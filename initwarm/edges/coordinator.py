@@ -16,14 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from initwarm import __version__, policy, report
 from initwarm.edges import jobs, network, processes
-from initwarm.edges.barrier import GroupSpec
 from initwarm.edges.leader import Leader
-from initwarm.edges.member import GroupEnded, Member, as_error
-from initwarm.edges.pod import Pod, error_of
-from initwarm.edges.tuning import TuneResult
-from initwarm.edges.worker import Order  # noqa: F401  pickled by workers of this process
-from initwarm.errors import BarrierError, InitwarmError, Stopped, TuningTimeout
-from initwarm.protocol import Answer, Hello, Holding, Step
+from initwarm.edges.member import GroupEnded, Member
+from initwarm.edges.pod import Pod
+from initwarm.edges.steps import MARGIN_SECONDS, Steps
+from initwarm.errors import BarrierError, InitwarmError, Stopped
+from initwarm.protocol import Hello, Holding
 from initwarm.report import Failure, Outcome
 
 if TYPE_CHECKING:
@@ -34,12 +32,9 @@ if TYPE_CHECKING:
 POLL_SECONDS = 0.03
 GROUP_CHECK_SECONDS = 0.5
 WAIT_NOTICE_SECONDS = 10.0
-#: What is left of the deadline when joining must have ended, and when tuning must have.
+PROGRESS_SECONDS = 0.2
+#: The part of the deadline that a pod may be missing for.
 JOIN_SHARE = 0.5
-PROOF_SHARE = 0.2
-PROOF_SECONDS = 60.0
-#: The agent kills everything at the deadline; the group is told before.
-MARGIN_SECONDS = 2.0
 GOODBYE_SECONDS = 10.0
 
 
@@ -55,15 +50,26 @@ def main(spec: RunSpec, conn: Connection, inherited: tuple[str, ...]) -> None:
         conn.send((name, fields))
 
     say("initwarm.coordinator.started", message="torch and FlashInfer are imported", inherited=list(inherited))
-    conn.send(Coordinator(spec, say, lambda: bool(stopping)).run())
+
+    def show(done: int, total: int, note: str) -> None:
+        conn.send(("progress", {"done": done, "total": total, "note": note}))
+
+    conn.send(Coordinator(spec, say, show, lambda: bool(stopping)).run())
 
 
 class Coordinator:
     """One pod's part of one round."""
 
-    def __init__(self, spec: RunSpec, say: Callable[..., None], is_stopping: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        spec: RunSpec,
+        say: Callable[..., None],
+        show: Callable[[int, int, str], None],
+        is_stopping: Callable[[], bool],
+    ) -> None:
         self.spec = spec
         self.say = say
+        self.show = show
         self.is_stopping = is_stopping
         self.member = Member(spec, say)
         self.pod = Pod(spec, say, self.pump)
@@ -72,11 +78,11 @@ class Coordinator:
         self.phase_error: InitwarmError = BarrierError("The deadline passed.")
         self.waiting_for: tuple[int, ...] = ()
         self.waiting_since = time.monotonic()
-        self.offsets: tuple[int, ...] = ()
-        self.hold_group = False
+        self.steps = Steps(self)
         self._last_check = 0.0
         self._last_notice = time.monotonic()
-        self._served: set[str] = set()
+        self._last_progress = time.monotonic()
+        self._shown: tuple[int, int, str] | None = None
 
     def run(self) -> Outcome:
         """Take the pod through the round; never raises."""
@@ -120,7 +126,6 @@ class Coordinator:
             ),
         )
         self.wait_for(lambda: self.member.look_for_leader() or None, pause=0.2, what=(0,))
-        self.hold_group = True
 
     def _collective_environment(self) -> Mapping[str, str]:
         """Over which interface the workers meet: the one towards the leader, since gloo would ask for the host's name."""
@@ -158,127 +163,8 @@ class Coordinator:
                 BarrierError("The deadline passed and the leader had not announced the end.", "Nothing is warm."),
             )
             step = self.wait_for(lambda number=number: self.member.step(number), what=(0,))  # type: ignore[misc]
-            self.member.answer(number, self.carry_out(step))
+            self.member.answer(number, self.steps.carry_out(step))
             number += 1
-
-    def carry_out(self, step: Step) -> Answer:
-        """This pod's share of a step; an error becomes the answer, so that the leader hears it."""
-        node_rank = self.spec.topology.node_rank
-        self.member.note(step.kind)
-        try:
-            data = getattr(self, f"_do_{step.kind}")(step)
-        except (Stopped, GroupEnded):
-            raise
-        except InitwarmError as problem:
-            return Answer(node_rank, error=as_error(problem, self.spec.pod))
-        return Answer(node_rank, data)
-
-    def _do_tune(self, step: Step) -> dict[str, Any]:
-        data = step.data
-        self.pod.first_rank = data["offsets"][self.spec.topology.node_rank]
-        self.begin_phase(self.tune_seconds(), TuningTimeout("Tuning did not end before the deadline."))
-        ends = self.pod.tune(data, lambda rank: self._lockstep_group(data, rank))
-        answers: dict[str, Any] = {}
-        for rank, end in ends.items():
-            if isinstance(end.result, TuneResult) and end.error is None:
-                answers[str(rank)] = self._tuned(end.result)
-            elif end.kind is None and end.last_note is not None and end.last_note[1].tactic is not None:
-                return {"lost": {"rank": rank, "tactic": vars(end.last_note[1].tactic), "what": end.error}}
-        failed = [(rank, end) for rank, end in ends.items() if end.error is not None]
-        if failed:
-            # A rank that only lost its peers says less than the one that they lost.
-            rank, end = min(failed, key=lambda one: (one[1].kind == "BarrierError", one[1].error == "stopped", one[0]))
-            raise error_of(end, rank, self.spec.pod)
-        return {"ranks": answers}
-
-    def tune_seconds(self) -> float:
-        """How long tuning may take, so that proof and barrier still fit before the deadline."""
-        rest = self.spec.deadline - time.monotonic() - MARGIN_SECONDS
-        return rest - min(PROOF_SECONDS, rest * PROOF_SHARE)
-
-    def _tuned(self, result: TuneResult) -> dict[str, Any]:
-        """What the leader needs of one rank's result; the bytes go under their digest."""
-        return {
-            "v1": self.member.channel.send_blob(result.v1),
-            "store": None if result.store is None else self.member.channel.send_blob(result.store),
-            "tuned": result.tuned,
-            "failed": list(result.failed),
-            "degraded": list(result.degraded),
-            "rejected": [vars(tactic) for tactic in result.rejected],
-        }
-
-    def _lockstep_group(self, data: Mapping[str, Any], rank: int) -> GroupSpec | None:
-        if data["strategy"] != "lockstep":
-            return None
-        stage = next(ranks for ranks in data["stages"] if rank in ranks)
-        return self._group(f"tune/{data['round']}/{data['attempt']}/{stage[0]}", "gloo", stage.index(rank), len(stage))
-
-    def _group(self, name: str, backend: str, rank: int, size: int) -> GroupSpec:
-        return GroupSpec(
-            host=self.member.host,
-            port=self.member.port,
-            prefix=f"{self.member.epoch}/group/{name}",
-            backend=backend,
-            rank=rank,
-            size=size,
-            timeout_seconds=self.spec.settings.collective_timeout_seconds,
-        )
-
-    def _do_adopt(self, step: Step) -> dict[str, Any]:
-        """Have the bundle's bytes, from the volume or from the pod that holds them, and fill the engine root."""
-        data = step.data
-        self.pod.first_rank = data["offsets"][self.spec.topology.node_rank]
-        self.begin_phase(self.tune_seconds(), TuningTimeout("The bundle did not arrive before the deadline."))
-        if self.pod.find(data["digest"], data["generation"]) is None:
-            self._fetch(data["digest"], data["holder"])
-        self.pod.fill()
-        return {}
-
-    def _fetch(self, digest: str, holder: int) -> None:
-        from initwarm.bundle import parse_bundle
-
-        self.say("initwarm.bundle.fetching", message=f"bundle {digest[:12]} comes from node rank {holder}")
-        self.member.channel.write(f"want/{digest}", "1")
-        listing = json.loads(self.wait_for(lambda: self.member.channel.read(f"files/{digest}"), what=(holder,)))
-        blobs = {
-            name: self.wait_for(lambda sha=sha: self.member.channel.receive_blob(sha), what=(holder,))  # type: ignore[misc]
-            for name, sha in listing.items()
-        }
-        record = parse_bundle(blobs.pop("bundle.json"))
-        self.pod.keep(record, blobs)
-
-    def _serve(self) -> None:
-        """Send the bundle that this pod holds to those who asked for it."""
-        held = self.pod.held
-        if held is None or held.digest in self._served:
-            return
-        if self.member.channel.read(f"want/{held.digest}") is None:
-            return
-        from initwarm.bundle import encode_bundle
-
-        files = {"bundle.json": encode_bundle(held.bundle), **held.files}
-        listing = {name: self.member.channel.send_blob(data) for name, data in files.items()}
-        self.member.channel.write(f"files/{held.digest}", json.dumps(listing))
-        self._served.add(held.digest)
-
-    def _do_discard(self, step: Step) -> dict[str, Any]:
-        self.pod.discard(step.data["digest"], step.data["reason"])
-        return {}
-
-    def _do_prove(self, _step: Step) -> dict[str, Any]:
-        self.begin_phase(
-            self.spec.deadline - time.monotonic() - MARGIN_SECONDS,
-            TuningTimeout("The replay did not end before the deadline."),
-        )
-        return {"problems": self.pod.prove()}
-
-    def _do_barrier(self, step: Step) -> dict[str, Any]:
-        # The collective has a timeout of its own; the bound beyond it is for a worker that does not keep it.
-        bound = 2 * self.spec.settings.collective_timeout_seconds
-        self.begin_phase(bound, BarrierError("A rank did not come back from the barrier."))
-        data = step.data
-        self.pod.meet(lambda rank: self._group(f"barrier/{step.number}", data["backend"], rank, data["size"]))
-        return {}
 
     def begin_phase(self, seconds: float, error: InitwarmError) -> None:
         """Bound what follows, within the deadline; the error is raised when the bound ends."""
@@ -306,14 +192,23 @@ class Coordinator:
         if self.member.is_joined and now - self._last_check > GROUP_CHECK_SECONDS:
             self._last_check = now
             self.member.check_group()
-            self._serve()
+            self.steps.serve()
         if now >= self.phase_end:
             raise self.phase_error
+        if self.pod.progress != self._shown and now - self._last_progress > PROGRESS_SECONDS:
+            self._last_progress, self._shown = now, self.pod.progress
+            if self.pod.progress is not None:
+                self.show(*self.pod.progress)
         if now - self._last_notice > WAIT_NOTICE_SECONDS:
             self._last_notice = now
             self._notice(now)
 
     def _notice(self, now: float) -> None:
+        """Every 10 s: whom this pod waits for, or how far it is itself."""
+        if not self.waiting_for and self.pod.progress is not None:
+            done, total, text = self.pod.progress
+            self.say("initwarm.work.continued", message=text, done=done, total=total)
+            return
         names = [self.member.watch.describe(one) for one in self.waiting_for if one != self.spec.topology.node_rank]
         if names:
             seconds = round(now - self.waiting_since)

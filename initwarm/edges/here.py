@@ -86,5 +86,3 @@ def _store_findings(store: Path, current: Mapping[str, str]) -> Iterator[Finding
 
 def _mismatch(file: Path, difference: FieldDifference) -> Finding:
     return Finding(str(file), f"FlashInfer will ignore it: {difference}; tune in the image that serves")
-
-

@@ -9,75 +9,89 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from flashinfer.autotuner import AutoTuner, DynamicTensorSpec, OptimizationProfile, TunableRunner, TuningConfig
-from flashinfer.fused_moe.utils import get_hybrid_num_tokens_buckets, map_to_hybrid_bucket_uncapped
+from typing_extensions import override  # comes with torch
+
+from initwarm.edges.installation import autotuner, flashinfer
 
 MATMUL_OP = "initwarm::host_matmul"
 SOFTMAX_OP = "initwarm::host_softmax"
 
-_BY_TOKENS = TuningConfig(
+_BY_TOKENS = autotuner.TuningConfig(
     dynamic_tensor_specs=(
-        DynamicTensorSpec((0,), (0,), get_hybrid_num_tokens_buckets, map_to_hybrid_bucket_uncapped),
+        autotuner.DynamicTensorSpec(
+            input_idx=(0,),
+            dim_idx=(0,),
+            gen_tuning_buckets=flashinfer.fused_moe.utils.get_hybrid_num_tokens_buckets,
+            map_to_tuning_buckets=flashinfer.fused_moe.utils.map_to_hybrid_bucket_uncapped,
+        ),
     ),
 )
 
 
-class HostMatmulRunner(TunableRunner):
-    """Whole-matrix ways to multiply; the default is the first."""
+class _HostRunner(autotuner.TunableRunner):  # type: ignore[misc]
+    """Keeps entries of different element types apart; shapes are in the key already."""
 
-    def get_valid_tactics(self, inputs: list[torch.Tensor], profile: OptimizationProfile) -> list[int]:
-        return [0, 1, 2]
-
+    @override
     def get_cache_key_extras(self, inputs: list[torch.Tensor]) -> tuple[Any, ...]:
         return (inputs[0].dtype,)
 
+
+class HostMatmulRunner(_HostRunner):
+    """Multiplies the whole matrices: directly (0), transposed (1), or row by row of a (2)."""
+
+    @override
+    def get_valid_tactics(self, inputs: list[torch.Tensor], profile: Any) -> list[int]:
+        return [0, 1, 2]
+
+    @override
     def forward(self, inputs: list[torch.Tensor], tactic: Any = -1, do_preparation: bool = False, **kwargs: Any) -> Any:
         a, b = inputs
         if tactic == 1:
             return torch.matmul(b.t(), a.t()).t().contiguous()
         if tactic == 2:
-            return torch.einsum("mk,kn->mn", a, b)
-        return torch.matmul(a, b)
+            return torch.stack([row @ b for row in a])
+        if tactic in (0, -1):
+            return torch.matmul(a, b)
+        raise ValueError(f"HostMatmulRunner has no tactic {tactic}")
 
 
-class HostBlockedMatmulRunner(TunableRunner):
-    """Multiplies by blocks of (columns of a, columns of b), the tactic."""
+class HostBlockedMatmulRunner(_HostRunner):
+    """Multiplies block by block and adds up in float32; a tactic is (rows of b, columns of b) of one block."""
 
-    def get_valid_tactics(self, inputs: list[torch.Tensor], profile: OptimizationProfile) -> list[tuple[int, int]]:
+    @override
+    def get_valid_tactics(self, inputs: list[torch.Tensor], profile: Any) -> list[tuple[int, int]]:
         depth, width = inputs[1].shape
-        return [(k, n) for k in (64, 256) for n in (64, 256) if k <= depth and n <= width]
+        return [(rows, columns) for rows in (64, 256) for columns in (64, 256) if rows <= depth and columns <= width]
 
-    def get_cache_key_extras(self, inputs: list[torch.Tensor]) -> tuple[Any, ...]:
-        return (inputs[0].dtype,)
-
+    @override
     def forward(self, inputs: list[torch.Tensor], tactic: Any = -1, do_preparation: bool = False, **kwargs: Any) -> Any:
         a, b = inputs
         depth, width = b.shape
-        block_k, block_n = (depth, width) if tactic == -1 else tactic
+        rows, columns = (depth, width) if tactic == -1 else tactic
         out = torch.zeros(a.shape[0], width, dtype=torch.float32)
-        for n in range(0, width, block_n):
-            for k in range(0, depth, block_k):
-                out[:, n : n + block_n] += a[:, k : k + block_k] @ b[k : k + block_k, n : n + block_n]
+        for j in range(0, width, columns):
+            for k in range(0, depth, rows):
+                out[:, j : j + columns] += a[:, k : k + rows] @ b[k : k + rows, j : j + columns]
         return out.to(a.dtype)
 
 
-class HostSoftmaxRunner(TunableRunner):
-    """Ways to normalise each row: torch's own, by hand, or in chunks of rows."""
+class HostSoftmaxRunner(_HostRunner):
+    """Normalises each row: torch's own (0), from exponentials (1), or by so many rows at a time ((rows,))."""
 
-    def get_valid_tactics(self, inputs: list[torch.Tensor], profile: OptimizationProfile) -> list[str]:
-        return ["fused", "by_hand", "chunked"]
+    @override
+    def get_valid_tactics(self, inputs: list[torch.Tensor], profile: Any) -> list[Any]:
+        return [0, 1, (8,), (64,)]
 
-    def get_cache_key_extras(self, inputs: list[torch.Tensor]) -> tuple[Any, ...]:
-        return (inputs[0].dtype,)
-
+    @override
     def forward(self, inputs: list[torch.Tensor], tactic: Any = -1, do_preparation: bool = False, **kwargs: Any) -> Any:
         (x,) = inputs
-        if tactic == "by_hand":
+        if tactic in (0, -1):
+            return torch.softmax(x, dim=-1)
+        if tactic == 1:
             exponential = torch.exp(x - x.amax(dim=-1, keepdim=True))
             return exponential / exponential.sum(dim=-1, keepdim=True)
-        if tactic == "chunked":
-            return torch.cat([torch.softmax(rows, dim=-1) for rows in x.split(8)])
-        return torch.softmax(x, dim=-1)
+        (rows,) = tactic
+        return torch.cat([torch.softmax(part, dim=-1) for part in x.split(rows)])
 
 
 def host_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -105,7 +119,7 @@ def host_softmax(x: torch.Tensor) -> torch.Tensor:
     return _choose_and_run(SOFTMAX_OP, [HostSoftmaxRunner()], [x])
 
 
-def _choose_and_run(custom_op: str, runners: list[TunableRunner], inputs: list[torch.Tensor]) -> torch.Tensor:
-    runner, tactic = AutoTuner.get().choose_one(custom_op, runners, _BY_TOKENS, inputs)
+def _choose_and_run(custom_op: str, runners: list[Any], inputs: list[torch.Tensor]) -> torch.Tensor:
+    runner, tactic = autotuner.AutoTuner.get().choose_one(custom_op, runners, _BY_TOKENS, inputs)
     result: torch.Tensor = runner(inputs, tactic=tactic)
     return result

@@ -13,6 +13,7 @@ import functools
 import importlib
 import logging
 import re
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -25,7 +26,7 @@ from initwarm.errors import UnavailableError
 
 @contextlib.contextmanager
 def _answers_without_a_driver() -> Iterator[None]:
-    """A CPU build of torch raises AssertionError where FlashInfer 0.6.14 to 0.7.0 expect the RuntimeError of a driver."""
+    """A CPU build of torch raises AssertionError where FlashInfer 0.6.14 to 0.7.0 expect a driver's RuntimeError."""
 
     def refuse(*_args: Any, **_kwargs: Any) -> NoReturn:
         raise RuntimeError("torch was built without CUDA")
@@ -46,15 +47,16 @@ def import_flashinfer() -> Any:
         UnavailableError: it cannot be imported, for whatever reason.
     """
     try:
-        with _answers_without_a_driver():
+        with _answers_without_a_driver(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of FlashInfer's own dependencies, on stderr
             package = importlib.import_module("flashinfer")
             importlib.import_module("flashinfer.autotuner")
     except Exception as problem:
         raise UnavailableError(
             f"FlashInfer cannot be imported here: {type(problem).__name__}: {problem}.",
             "Nothing was tuned.",
-            "Run in the serving image. If the error names cuda or cuda-bindings, install cuda-python of the major version "
-            "that torch was built for.",
+            "Run in the serving image. If the error names cuda or cuda-bindings, install cuda-python of the major "
+            "version that torch was built for.",
         ) from problem
     return package
 

@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ from initwarm import errors
 #: elastic's own patience is 30 s, longer than a pod's grace period.
 KILL_SECONDS = 2
 POLL_SECONDS = 0.02
+#: The error of a job that was ended from here.
+STOPPED = "stopped"
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class JobEnd:
         error: the message and the end of the traceback, or how the process was lost.
         kind: name of the error's class in `initwarm.errors`, or None if the process was lost or raised another.
         last_note: what the worker last said that it was doing.
+        moment: when it ended, on this machine's monotonic clock.
     """
 
     local_rank: int
@@ -43,6 +46,7 @@ class JobEnd:
     error: str | None = None
     kind: str | None = None
     last_note: Any = None
+    moment: float = field(default_factory=time.monotonic)
 
 
 def quiet_elastic() -> None:
@@ -139,7 +143,7 @@ class Job:
             self._listen()
             if self._stop.is_set():
                 context.close(signal.SIGTERM, KILL_SECONDS)
-                return JobEnd(self.local_rank, self._result, "stopped", last_note=self._last_note)
+                return JobEnd(self.local_rank, self._result, STOPPED, last_note=self._last_note)
             ended = context.wait(0)
             if ended is None:
                 continue

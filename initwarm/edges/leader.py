@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from initwarm import __version__, report, strategy
 from initwarm.bundle import STORE_FILE, V1_FILE, Bundle, record_files
+from initwarm.edges.member import as_error, from_error
 from initwarm.entries import Difference, encode_v1, merge_v1, parse_v1
-from initwarm.edges.member import from_error
-from initwarm.errors import BarrierError, ConfigurationError, TuningError
-from initwarm.protocol import Adopt, Answer, Conflict, Hello, Step, first_error, verdict
+from initwarm.errors import BarrierError, ConfigurationError, LostRankError, TuningError
 from initwarm.plan import check_world
+from initwarm.protocol import Adopt, Answer, Conflict, Hello, Step, first_error, verdict
 from initwarm.store import encode_store, merge_store, parse_store
 from initwarm.topology import rank_offsets
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 #: A rolling update shows two plans or versions for a while; a conflict is fatal only when it stands still.
 CONFLICT_SECONDS = 5.0
+#: How long the other pods have to answer once one has failed; in lockstep they fail with it.
+FAILED_SECONDS = 8.0
 #: How many workers one tactic after another may kill before tuning is given up.
 MAX_RESTARTS = 3
 
@@ -115,7 +117,7 @@ class Leader:
         self.number += 1
         self.say("initwarm.step.announced", message=kind, step=step.number)
         self.member.announce(step)
-        answers = {self.nodes[0]: self.coordinator.carry_out(step)}
+        answers = {self.nodes[0]: self.coordinator.steps.carry_out(step)}
 
         def look() -> bool | None:
             for node in self.nodes:
@@ -123,11 +125,27 @@ class Leader:
                     answer = self.member.answer_of(step.number, node)
                     if answer is not None:
                         answers[node] = answer
-            self.coordinator.waiting_for = tuple(node for node in self.nodes if node not in answers)
+            missing = [node for node in self.nodes if node not in answers]
+            self.coordinator.waiting_for = tuple(missing)
+            if missing and any(answer.error is not None for answer in answers.values()):
+                failed_at.append(time.monotonic())
+                if failed_at[-1] - failed_at[0] > FAILED_SECONDS:
+                    answers.update({node: self._silent(node, kind) for node in missing})
             return None if len(answers) < len(self.nodes) else True
 
+        failed_at: list[float] = []
         self.coordinator.wait_for(look, what=waiting_for or tuple(self.nodes))
         return [answers[node] for node in self.nodes]
+
+    def _silent(self, node: int, kind: str) -> Answer:
+        """What is assumed of a pod that says nothing while another has failed."""
+        lost = LostRankError(
+            f"Another pod failed in the step {kind!r}, and nothing came from {self.member.watch.describe(node)}.",
+            "The round ended.",
+            "Look at that pod first: the others may have waited for it.",
+        )
+        hello = self.member.hello_of(node)
+        return Answer(node, error=as_error(lost, hello.pod if hello is not None else f"node rank {node}"))
 
     def _spread(self, digest: str, generation: int, holder: int) -> bool:
         """Bring the bundle to every pod and prove it on every rank; sets it aside where the proof fails."""

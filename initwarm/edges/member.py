@@ -28,7 +28,7 @@ DEFAULT_PORT = 29710
 RIVAL_SECONDS = 2 * HEARTBEAT_SECONDS
 
 
-class GroupEnded(Exception):  # noqa: N818  not an error: the leader has announced the end
+class GroupEnded(Exception):
     """The leader announced the end of the round, with its data."""
 
     def __init__(self, data: Mapping[str, Any]) -> None:

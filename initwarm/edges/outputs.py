@@ -14,35 +14,36 @@ _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 1e-2, to
 _COARSE = 0.15
 
 
-def disagreeing_ops(call: Callable[[], Any], ops: Collection[str], device: torch.device) -> tuple[str, ...]:
-    """The ops whose winner, alone or in the call's other work, changes the output of the call.
+def disagreeing_ops(
+    call: Callable[[], Any], ops: Collection[str], bucket: int, device: torch.device
+) -> tuple[str, ...]:
+    """The ops whose winner changes the output of the call.
 
-    Each is compared with all ops at their defaults, so that one wrong winner does not condemn the others. A winner that
-    raises has no output and disagrees.
+    Each is compared alone with all ops at their defaults, so that one wrong winner does not condemn the others. A
+    winner that raises has no output and disagrees.
 
     Args:
         call: the unit's call; the tuner that FlashInfer asks holds the winners.
         ops: that were tuned in it.
+        bucket: that they were tuned at; one off the grid is found under it alone.
         device: of the call.
     """
-    default = _output(call, set(ops), device)
-    wrong = []
-    for op in ops:
+
+    def output(at_default: set[str]) -> Any:
+        with autotuner.autotune(False, tuning_buckets=(bucket,), round_up=True, skip_ops=at_default):
+            value = call()
+        synchronize(device)
+        return value
+
+    default = output(set(ops))
+
+    def is_wrong(op: str) -> bool:
         try:
-            tuned = _output(call, set(ops) - {op}, device)
+            return not agree(output(set(ops) - {op}), default)
         except Exception:  # noqa: BLE001  a kernel may refuse in any way
-            wrong.append(op)
-        else:
-            if not agree(tuned, default):
-                wrong.append(op)
-    return tuple(wrong)
+            return True
 
-
-def _output(call: Callable[[], Any], at_default: set[str], device: torch.device) -> Any:
-    with autotuner.autotune(False, skip_ops=at_default):
-        output = call()
-    synchronize(device)
-    return output
+    return tuple(op for op in ops if is_wrong(op))
 
 
 def agree(one: Any, other: Any) -> bool:
@@ -51,23 +52,23 @@ def agree(one: Any, other: Any) -> bool:
         return _tensors_agree(one, other)
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
         return len(one) == len(other) and all(agree(*pair) for pair in zip(one, other, strict=True))
-    return True
+    return type(one) is type(other)
 
 
 def _tensors_agree(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
-    if not (one.is_floating_point() or one.is_complex()):
+    if not one.is_floating_point():
         return bool(torch.equal(one, other))
     if one.numel() == 0:
         return True
-    ours, theirs = one.double(), other.double()
-    is_finite = ours.isfinite()
-    # Where one is NaN or infinite the other must be the same.
-    if not torch.equal(ours[~is_finite].nan_to_num(7.0), theirs[~is_finite].nan_to_num(7.0)):
+    tolerance = _TOLERANCES.get(one.dtype, _COARSE)
+    if one.dtype.itemsize < 4:
+        one, other = one.float(), other.float()
+    is_finite = one.isfinite()
+    if not torch.equal(one[~is_finite].nan_to_num(7.0), other[~is_finite].nan_to_num(7.0)):
         return False
-    if not torch.equal(is_finite, theirs.isfinite()):
-        return False
-    difference = torch.where(is_finite, ours - theirs, 0).abs().max()
-    largest = torch.where(is_finite, theirs, 0).abs().max()
-    return bool(difference <= _TOLERANCES.get(one.dtype, _COARSE) * largest)
+    difference = torch.where(is_finite, one - other, 0).abs().max()
+    largest = torch.where(is_finite, other, 0).abs().max()
+    # Where only the other is infinite the difference is too.
+    return bool(difference.isfinite() and difference <= tolerance * largest)

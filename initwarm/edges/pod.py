@@ -6,6 +6,7 @@ run it calls `pump`, which keeps the group in sight and raises when the run must
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -27,6 +28,8 @@ Pump = Callable[[], None]
 
 #: How long one look at the workers may take before the group is looked at again.
 WAIT_SECONDS = 0.05
+#: What one rank's failure does to its peers is over by then; a rank that still runs stands still.
+LINGER_SECONDS = 2.0
 #: How often a worker's missed keys are named; the rest is counted.
 NAMED_KEYS = 3
 
@@ -54,6 +57,8 @@ class Pod:
         self.missed = 0
         self.note: Callable[[str], None] = lambda _text: None
         self.environment: Mapping[str, str] = {}
+        #: What one of the workers last said, as (units done, units, text).
+        self.progress: tuple[int, int, str] | None = None
         self._jobs: list[Job] = []
         self._provers: list[Job] = []
         self._probe: worker.ProbeResult | None = None
@@ -246,7 +251,9 @@ class Pod:
 
     def _job(self, rank: int, entrypoint: Callable[..., None], spec: Any) -> Job:
         local_rank = rank - self.first_rank
-        return self._start(local_rank, entrypoint, spec, {**self.environment, "RANK": str(rank), "LOCAL_RANK": str(local_rank)})
+        return self._start(
+            local_rank, entrypoint, spec, {**self.environment, "RANK": str(rank), "LOCAL_RANK": str(local_rank)}
+        )
 
     def _start(
         self, local_rank: int, entrypoint: Callable[..., None], spec: Any, environment: Mapping[str, str]
@@ -257,14 +264,18 @@ class Pod:
 
     def _hear(self, local_rank: int, note: tuple[str, Any]) -> None:
         _kind, progress = note
-        self.note(f"rank {self.first_rank + local_rank}: {progress.text}")
+        text = f"rank {self.first_rank + local_rank}: {progress.text}"
+        self.progress = (progress.done, progress.total, text)
+        self.note(text)
 
     def _wait(self, jobs: Iterable[Job], until_spoken: bool = False, stop_all_on_failure: bool = False) -> None:
-        waiting = list(jobs)
+        everyone = list(jobs)
+        waiting = everyone
         while waiting:
             self.pump()
             waiting[0].wait(WAIT_SECONDS)
-            if stop_all_on_failure and any(job.end is not None and job.end.error for job in waiting):
+            failed = [job.end.moment for job in everyone if job.end is not None and job.end.error]
+            if stop_all_on_failure and failed and time.monotonic() - min(failed) > LINGER_SECONDS:
                 for job in waiting:
                     job.stop()
             waiting = [job for job in waiting if not (job.has_spoken() if until_spoken else job.is_over())]

@@ -10,17 +10,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-
-import flashinfer
 import torch
-
 
 from initwarm.buckets import replay_points
 from initwarm.edges.calls import prepare
-from initwarm.edges.tuners import WatchedTuner, install
-from initwarm.edges.tuning import Progress, collect_metadata, features, quiet
+from initwarm.edges.installation import collect_metadata, features, flashinfer, on_device, quiet, synchronize
+from initwarm.edges.tuners import LookUp, WatchedTuner, install
+from initwarm.edges.tuning import Progress
 from initwarm.entries import parse_v1
-from initwarm.errors import InitwarmError
+from initwarm.errors import DataError, InitwarmError
 from initwarm.identity import differences
 from initwarm.plan import Unit
 
@@ -34,10 +32,10 @@ class ReplayResult:
 
     Args:
         hits: look-ups that found a winner.
-        missed: keys that were looked up and not found, each once.
+        missed: keys that were looked up and not found, each once; or why nothing could be loaded.
         profiled: tactics that were measured.
         built: files that appeared or changed in FlashInfer's JIT directory.
-        failed: calls that raised.
+        failed: keys whose winner raised, and calls that raised, with what.
     """
 
     hits: int
@@ -62,13 +60,18 @@ def replay(
         v1_path: this rank's file.
         store_root: the store, or None where there is none.
         report: hears where the work is.
+
+    Raises:
+        UnavailableError: this FlashInfer lacks a function.
+        TuningError: the inputs of a call do not fit on the device.
     """
     quiet()
     before = _built_files()
     replayer = _Replayer(units, device, report)
-    replayer.from_file(v1_path)
-    if store_root is not None and features().has_store:
-        replayer.from_store(store_root)
+    with on_device(device):
+        replayer.from_file(v1_path)
+        if store_root is not None and features().has_store:
+            replayer.from_store(store_root)
     built = sorted(name for name, state in _built_files().items() if before.get(name) != state)
     return replayer.result(tuple(built))
 
@@ -84,37 +87,62 @@ class _Replayer:
         self.failed: dict[str, None] = {}
 
     def from_file(self, path: Path) -> None:
-        tuner = install(self.device, (), lambda _tactic: None)
-        if not tuner.load_configs(str(path)):
-            saved = parse_v1(path.read_bytes()).metadata
-            fields = "; ".join(str(one) for one in differences(saved, collect_metadata(self.device)))
-            self.missed[f"every key: FlashInfer refuses {path.name} ({fields})"] = None
-            return
-        self._run(tuner, path.name)
+        tuner = install(self.device)
+        refusal = self._refusal(tuner, path)
+        if refusal is None:
+            self._run(tuner, path.name)
+        else:
+            self.missed[f"every key: {refusal}"] = None
+
+    def _refusal(self, tuner: WatchedTuner, path: Path) -> str | None:
+        """Why FlashInfer does not take a file, or None once it has taken it."""
+        try:
+            saved = parse_v1(path.read_bytes(), path.name).metadata
+            if tuner.load_configs(str(path)):
+                return None
+        except OSError as problem:
+            return f"{path} cannot be read: {problem.strerror}"
+        except DataError as problem:
+            return problem.fact
+        fields = "; ".join(str(one) for one in differences(saved, collect_metadata(self.device)))
+        return f"FlashInfer refuses {path.name}: {fields}"
 
     def from_store(self, root: Path) -> None:
-        tuner = install(self.device, (), lambda _tactic: None)
+        tuner = install(self.device)
         with flashinfer.autotune_v2(mode="replay", cache_root=str(root)):
             self._run(tuner, root.name)
 
     def _run(self, tuner: WatchedTuner, source: str) -> None:
+        count = len(self.points)
         for number, unit in enumerate(self.points):
-            self.report(Progress(f"replay {number + 1}/{len(self.points)} of {source}, {unit.name}", number, len(self.points)))
+            self.report(Progress(f"replay {number + 1}/{count} of {source}, {unit.name}", number, count))
+            call = prepare(unit, self.device)
+            problem: Exception | None = None
             try:
-                prepare(unit, self.device)()
-                if self.device.type == "cuda":
-                    torch.cuda.synchronize(self.device)
+                call()
+                synchronize(self.device)
             except InitwarmError:
                 raise
-            except Exception as problem:  # noqa: BLE001  a winner that its kernel refuses, for whatever reason
-                winners = ", ".join(f"{one.winner.runner} {one.winner.tactic}" for one in tuner.seen.look_ups)
-                self.failed[f"{unit.name} with {winners}: {type(problem).__name__}: {problem}"] = None
-        self.hits += sum(one.is_hit for one in tuner.seen.look_ups)
-        self.profiled += tuner.seen.measured
-        self.missed.update(dict.fromkeys(one.key for one in tuner.seen.look_ups if not one.is_hit))
+            except Exception as error:  # noqa: BLE001  a winner that its kernel refuses, for whatever reason
+                problem = error
+            seen = tuner.take()
+            self.profiled += len(seen.measured)
+            self.hits += sum(found.is_hit for found in seen.look_ups)
+            self.missed.update(dict.fromkeys(found.file_key for found in seen.look_ups if not found.is_hit))
+            if problem is not None:
+                self.failed[_failure(unit, seen.look_ups, problem)] = None
 
     def result(self, built: tuple[str, ...]) -> ReplayResult:
         return ReplayResult(self.hits, tuple(self.missed), self.profiled, built, tuple(self.failed))
+
+
+def _failure(unit: Unit, look_ups: Sequence[LookUp], problem: Exception) -> str:
+    """Names the last winner that was looked up before the call raised: it is the one that ran."""
+    what = f"{type(problem).__name__}: {problem}"
+    if not look_ups:
+        return f"{unit.name}: {what}"
+    found = look_ups[-1]
+    return f"{found.file_key} with {found.winner.name}: {what}"
 
 
 def _points(units: Sequence[Unit]) -> list[Unit]:
@@ -130,14 +158,16 @@ def _points(units: Sequence[Unit]) -> list[Unit]:
 
 
 def _built_files() -> dict[str, tuple[int, int]]:
+    """Files of the JIT directory, with what changes when they are written."""
     from flashinfer.jit import env
 
     root = Path(env.FLASHINFER_JIT_DIR)
     files: dict[str, tuple[int, int]] = {}
-    for path in root.rglob("*") if root.is_dir() else ():
-        if path.is_file() and not path.name.endswith(_NOT_BUILT):
+    for path in root.rglob("*"):
+        try:
             state = path.stat()
+        except OSError:  # a temporary file of a build that another rank of this pod is making
+            continue
+        if path.is_file() and not path.name.endswith(_NOT_BUILT):
             files[str(path.relative_to(root))] = (state.st_mtime_ns, state.st_size)
     return files
-
-

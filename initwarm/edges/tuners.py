@@ -39,8 +39,10 @@ class Tactic:
     runner: str
     tactic: Any
 
-    def __str__(self) -> str:
-        return f"{self.op} {self.runner} {self.tactic}"
+    @property
+    def name(self) -> str:
+        """For people, among those of one op."""
+        return f"{self.runner} {self.tactic}"
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,9 @@ class WatchedTuner(autotuner.AutoTuner):  # type: ignore[misc]
         finally:
             self._op = outer
 
-    def search_cache(self, custom_op: str, runners: list[Any], shapes: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
+    def search_cache(
+        self, custom_op: str, runners: list[Any], shapes: Any, config: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         """Look up as FlashInfer does, and remember what was found."""
         found = super().search_cache(custom_op, runners, shapes, config, *args, **kwargs)
         is_hit, runner_id, tactic, _profile = found
@@ -141,7 +145,7 @@ class WatchedTuner(autotuner.AutoTuner):  # type: ignore[misc]
         one = Tactic(self._op, type(runner).__name__, autotuner._tactic_to_json(tactic))  # noqa: SLF001
         if _hashable(one) in self.excluded:
             self._average(float("inf"))
-            raise ExcludedError(f"{one} is excluded")
+            raise ExcludedError(f"{one.name} is excluded")
         self.seen.measured.append(one)
         self.before(one)
         try:
@@ -152,7 +156,7 @@ class WatchedTuner(autotuner.AutoTuner):  # type: ignore[misc]
                 # FlashInfer before 0.7.4 would try the next tactics, each of which fails; the last one tried, and not
                 # this one, would then be blamed. SystemExit passes FlashInfer's handlers and leaves no error file, so
                 # that the parent sees a lost worker.
-                raise SystemExit(f"{one} left the GPU unusable: {problem}") from problem
+                raise SystemExit(f"{one.op} {one.name} left the GPU unusable: {problem}") from problem
             raise
 
     def _measure(self, runner: Any, inputs: list[Any], tactic: Any, *args: Any, **kwargs: Any) -> float:

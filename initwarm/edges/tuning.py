@@ -1,4 +1,4 @@
-"""Tuning in this process, with FlashInfer's real AutoTuner: what the environment is, what it offers, and the measuring.
+"""Tuning in this process, with FlashInfer's real AutoTuner.
 
 One call is made per unit, under the bucket override that a server's warm-up uses, so that exactly one bucket is
 measured; serving looks it up without an override. Finished units are saved on the way, by FlashInfer itself, so that a
@@ -8,9 +8,6 @@ process that dies loses little.
 from __future__ import annotations
 
 import contextlib
-import functools
-import logging
-import re
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -19,42 +16,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import tqdm
-
-from initwarm.errors import InitwarmError, TuningError, UnavailableError
-
-try:
-    import flashinfer
-    from flashinfer import autotuner
-    from flashinfer.jit import core
-except Exception as problem:  # FlashInfer 0.6.14 to 0.7.0 raise AssertionError on a CPU build of torch
-    raise UnavailableError(
-        f"FlashInfer cannot be imported here: {type(problem).__name__}: {problem}.",
-        "Nothing was tuned.",
-        "Run in the serving image. If the error names cuda-bindings, install cuda-python of the same major version.",
-    ) from problem
 
 from initwarm.edges.calls import prepare
-from initwarm.edges.tuners import Tactic, WatchedTuner, install
+from initwarm.edges.installation import Features, autotuner, collect_metadata, features, on_device, quiet, synchronize
+from initwarm.edges.outputs import disagreeing_ops
+from initwarm.edges.tuners import LookUp, Observed, Tactic, install
+from initwarm.edges.winners import publish_winners
+from initwarm.entries import parse_v1
+from initwarm.errors import DataError, InitwarmError, TuningError
 from initwarm.plan import Unit
-from initwarm.store import encode_store, pack_store
 
 __all__ = ["Features", "Progress", "Tactic", "TuneResult", "collect_metadata", "features", "quiet", "tune"]
 
-#: Progress is saved at most this often, since each save writes all entries.
-SAVE_SECONDS = 2.0
+#: Each save writes all entries: one that takes more CPU time than this waits until it is a small share of the time.
+CHEAP_SAVE_SECONDS = 0.02
+SAVE_SHARE = 0.05
 #: How many winners of one unit may be refused before it counts as failed.
 MAX_REJECTED = 16
+#: An op is reported as degraded from this share of failed measurements on; a few unsupported tactics are common.
+DEGRADED_SHARE = 0.5
 
-
-@dataclass(frozen=True)
-class Features:
-    """What this FlashInfer offers, found by looking and not by its version where that is possible."""
-
-    flashinfer_version: str
-    has_store: bool
-    has_process_group: bool
-    rank_free_moe: bool
+_OUT_OF_MEMORY = (torch.cuda.OutOfMemoryError, MemoryError)
 
 
 @dataclass(frozen=True)
@@ -81,10 +63,10 @@ class TuneResult:
     Args:
         v1: the file that FlashInfer's save_configs wrote.
         store: the packed v2 store with the same winners, or None where this version has none.
-        tuned: entries that were measured.
+        tuned: entries that were measured, those of an earlier attempt not counted.
         measured: tactics that were run for that.
-        failed: units without a winner.
-        degraded: ops of which some tactics failed, with counts.
+        failed: units for which an op has no winner, each with the reason.
+        degraded: ops for which many measurements failed, or some for lack of memory, with counts.
         rejected: winners whose output disagreed with the default tactic's.
     """
 
@@ -95,33 +77,6 @@ class TuneResult:
     failed: tuple[str, ...]
     degraded: tuple[str, ...]
     rejected: tuple[Tactic, ...]
-
-
-def features() -> Features:
-    """What the installed FlashInfer offers."""
-    version = str(flashinfer.__version__)
-    numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:3])
-    return Features(
-        flashinfer_version=version,
-        has_store=hasattr(flashinfer, "autotune_v2") and hasattr(flashinfer, "autotune_v2_reload"),
-        has_process_group=hasattr(autotuner, "set_autotune_process_group"),
-        # Building the CUTLASS module to look would need a compiler. Source: FlashInfer pull request 6082.
-        rank_free_moe=numbers >= (0, 7, 2),
-    )
-
-
-def collect_metadata(device: torch.device) -> dict[str, str]:
-    """FlashInfer's own environment metadata, as it will see it on this device."""
-    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        return {str(key): str(value) for key, value in autotuner._collect_metadata().items()}  # noqa: SLF001
-
-
-def quiet() -> None:
-    """Keep FlashInfer's progress bars and notes off stderr, which carries events."""
-    # It makes this logger by itself, so that `logging.getLogger` gives another one of the same name.
-    core.logger.setLevel(logging.ERROR)
-
-    tqdm.tqdm.__init__ = functools.partialmethod(tqdm.tqdm.__init__, disable=True)  # type: ignore[assignment]
 
 
 def tune(
@@ -142,17 +97,20 @@ def tune(
         device: where the tensors live.
         excluded: tactics that must not run.
         group: process group that timings are averaged over, or None.
-        resume: file of an earlier attempt, whose entries are not measured again, or None.
-        save_to: gets what is finished, while the work goes on.
+        resume: file of an earlier attempt, whose entries are not measured again, or None. A file that cannot be used is
+            passed over; with a group none is used, since a unit that only some ranks measure would hang the others.
+        save_to: gets what is finished, while the work goes on; not with a group.
         check_outputs: refuse winners that disagree with the default tactic.
-        report: hears where the work is.
+        report: hears where the work is, also before each measurement.
 
     Raises:
-        TuningError: a call failed by itself.
+        TuningError: a call failed by itself, or its inputs do not fit on the device.
         UnavailableError: this FlashInfer lacks a function.
+        SystemExit: a kernel left the GPU unusable; `report` has heard which.
     """
     quiet()
-    return _Session(units, device, excluded, group, save_to, check_outputs, report).run(resume)
+    with on_device(device), _averaged_over(group):
+        return _Session(units, device, excluded, group, save_to, check_outputs, report).run(resume)
 
 
 class _Session:
@@ -173,157 +131,162 @@ class _Session:
         self.check_outputs = check_outputs
         self.report = report
         self.done = 0
-        self.started = time.monotonic()
-        self.saved = time.monotonic()
-        self.tuner: WatchedTuner = install(device, excluded, self._before)
+        self.saved_at = time.monotonic()
+        self.save_cost = 0.0
+        self.tuner = install(device, excluded, self._say)
+        self.key_fields: dict[str, Any] = {}
+        self.tuned: set[str] = set()
         self.measured = 0
         self.failed: list[str] = []
-        self.problems: dict[str, dict[Tactic, str]] = {}
         self.rejected: list[Tactic] = []
+        self.attempts: dict[str, set[str]] = {}
+        self.failures: dict[str, dict[str, Exception]] = {}
 
     def run(self, resume: Path | None) -> TuneResult:
-        if resume is not None:
-            self.tuner.load_configs(str(resume))
-        with _averaged_over(self.group):
-            for unit in self.units:
-                self._say(None)
-                self._tune_unit(unit)
-                self.done += 1
-                self._save(resume)
+        if resume is not None and self.group is None:
+            self._resume(resume)
+        collect_metadata(self.device)  # FlashInfer keeps what is slow to find out; the first save would seem dear
+        for unit in self.units:
+            self._say(None)
+            self._tune_unit(unit)
+            self.done += 1
+            if self.group is None:
+                self._save()
         return self._result()
 
-    def _before(self, tactic: Tactic) -> None:
-        self._say(tactic)
+    def _resume(self, path: Path) -> None:
+        """Load what an earlier attempt finished; remove what cannot be used, since FlashInfer would not replace it."""
+        try:
+            parse_v1(path.read_bytes())
+            is_loaded = self.tuner.load_configs(str(path))
+        except (OSError, DataError):
+            is_loaded = False
+        if not is_loaded:
+            with contextlib.suppress(OSError):
+                path.unlink()
 
     def _say(self, tactic: Tactic | None) -> None:
-        unit = self.units[min(self.done, len(self.units) - 1)].name if self.units else ""
-        text = f"unit {min(self.done + 1, len(self.units))}/{len(self.units)}, {unit}"
+        unit = self.units[self.done].name
+        text = f"unit {self.done + 1}/{len(self.units)}, {unit}"
         if tactic is not None:
-            text += f", {tactic.runner} {tactic.tactic}"
+            text += f", {tactic.name}"
         self.report(Progress(text, self.done, len(self.units), tactic))
 
     def _tune_unit(self, unit: Unit) -> None:
-        call = self._made(unit)
+        call = prepare(unit, self.device)
         for _ in range(MAX_REJECTED):
-            keys = set(self.tuner.profiling_cache)
-            seen = self._measure(unit, call)
-            missing = [found.winner.op for found in _last_by_op(seen.look_ups) if not found.is_hit]
-            if missing:
-                self.failed.append(f"{unit.name} ({', '.join(missing)})")
+            seen, problems = self._measure(unit, call)
+            wrong = self._wrong_winners(unit, call, seen, bool(problems)) if self.check_outputs else []
+            if problems:
+                self.failed.append(f"{unit.name} ({'; '.join(problems)})")
+            if problems or not wrong:
                 return
-            if not self.check_outputs or not self._is_wrong(unit, call, seen.look_ups):
-                return
-            self._reject(_last_by_op(seen.look_ups), keys)
-        self.failed.append(f"{unit.name} (every tactic disagrees with the default)")
+            for found in wrong:
+                self.rejected.append(found.winner)
+                self.tuner.exclude(found.winner)
+                self.tuner.forget(found)
+                self.tuned.discard(found.file_key)
+        self.failed.append(f"{unit.name} ({MAX_REJECTED} winners in a row disagree with the default tactic)")
 
-    def _made(self, unit: Unit) -> Callable[[], Any]:
-        try:
-            return prepare(unit, self.device)
-        except InitwarmError:
-            raise
-        except (torch.cuda.OutOfMemoryError, MemoryError) as problem:
-            raise TuningError(
-                f"{unit.name} needs {unit.num_bytes / 2**30:.2f} GiB for its inputs, and {self.device} has no room: {problem}.",
-                "Nothing was tuned.",
-                "Use smaller buckets, or free the GPU.",
-            ) from problem
-
-    def _measure(self, unit: Unit, call: Callable[[], Any]) -> Any:
-        seen = self.tuner.seen = type(self.tuner.seen)()
+    def _measure(self, unit: Unit, call: Callable[[], Any]) -> tuple[Observed, list[str]]:
+        """Tune one unit; returns what happened, and why ops of it have no winner."""
+        problems = []
+        self.tuner.take()
         try:
             with autotuner.autotune(True, tuning_buckets=(unit.bucket,), round_up=True):
                 call()
-            self._synchronize()
+            synchronize(self.device)
         except InitwarmError:
             raise
+        except _OUT_OF_MEMORY as problem:
+            problems.append(f"out of memory: {problem}")
         except Exception as problem:
             raise TuningError(
-                f"{unit.name} failed: {type(problem).__name__}: {problem}.",
+                f"{unit.name} failed: {_named(problem)}.",
                 "Nothing was published.",
                 "Correct the plan's call, or leave it out.",
             ) from problem
-        self.measured += seen.measured
-        for tactic, text in seen.failed:
-            self.problems.setdefault(tactic.op, {})[tactic] = text
-        return seen
+        seen = self.tuner.take()
+        self._count(seen)
+        problems += [_reason(op, seen) for op, found in seen.last_look_ups.items() if not found.is_hit]
+        return seen, problems
 
-    def _is_wrong(self, unit: Unit, call: Callable[[], Any], look_ups: Sequence[Any]) -> bool:
-        """Whether the winners' output disagrees with the default tactic's, on any rank of the group."""
-        ops = {found.winner.op for found in look_ups}
-        if not ops:
-            return False
-        tuned = call()
-        with autotuner.autotune(False, skip_ops=ops):
-            default = call()
-        self._synchronize()
-        flag = torch.tensor([0 if agree(tuned, default) else 1])
+    def _count(self, seen: Observed) -> None:
+        self.measured += len(seen.measured)
+        for one in seen.measured:
+            self.attempts.setdefault(one.op, set()).add(one.name)
+        for one, problem in seen.failed:
+            self.failures.setdefault(one.op, {})[one.name] = problem
+        missed = {found.winner.op for found in seen.look_ups if not found.is_hit}
+        for op, found in seen.last_look_ups.items():
+            if found.is_hit:
+                self.key_fields[found.file_key] = getattr(found.key, "key_fields", None)
+                if op in missed:
+                    self.tuned.add(found.file_key)
+
+    def _wrong_winners(self, unit: Unit, call: Callable[[], Any], seen: Observed, has_failed: bool) -> list[LookUp]:
+        """The winners that disagree with the default tactic, here or on another rank of the group."""
+        winners = seen.last_look_ups
+        wrong = () if has_failed else disagreeing_ops(call, tuple(winners), unit.bucket, self.device)
         if self.group is not None:
-            # One rank that measures again while the others go on would leave them waiting in the average.
-            torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group=self.group)
-        return bool(flag.item())
+            # A rank that measures again while the others go on would leave them waiting in the average.
+            flags = torch.tensor([int(has_failed), *(int(op in wrong) for op in winners)])
+            torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX, group=self.group)
+            is_any_failed, *is_wrong = flags.tolist()
+            wrong = () if is_any_failed else tuple(op for op, flag in zip(winners, is_wrong, strict=True) if flag)
+        return [winners[op] for op in wrong]
 
-    def _reject(self, winners: Sequence[Any], keys_before: set[Any]) -> None:
-        for found in winners:
-            self.rejected.append(found.winner)
-            self.tuner.exclude(found.winner)
-        for key in set(self.tuner.profiling_cache) - keys_before:
-            del self.tuner.profiling_cache[key]
-        self.tuner._file_configs.clear()  # noqa: SLF001
-
-    def _save(self, resume: Path | None) -> None:
-        """Keep what is finished. In a group ranks must resume alike, so nothing is kept there."""
-        if self.group is None and (resume is not None or time.monotonic() - self.saved > SAVE_SECONDS):
+    def _save(self) -> None:
+        """Save what is finished, unless that costs too much by now."""
+        elapsed = time.monotonic() - self.saved_at
+        if self.save_cost <= max(CHEAP_SAVE_SECONDS, SAVE_SHARE * elapsed):
+            started = time.thread_time()
             self.tuner.save_configs(str(self.save_to))
-            self.saved = time.monotonic()
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+            self.save_cost = time.thread_time() - started
+            self.saved_at = time.monotonic()
 
     def _result(self) -> TuneResult:
         with tempfile.TemporaryDirectory(dir=self.save_to.parent) as directory:
-            v1 = Path(directory) / "v1.json"
-            self.tuner.save_configs(str(v1))
-            data = v1.read_bytes()
-            store = self._store(Path(directory) / "store") if features().has_store else None
+            path = Path(directory) / "v1.json"
+            self.tuner.save_configs(str(path))
+            v1 = path.read_bytes()
+            store = publish_winners(v1, self.key_fields, Path(directory) / "store") if features().has_store else None
         return TuneResult(
-            v1=data,
+            v1=v1,
             store=store,
-            tuned=sum(self.tuner.stats.tuned_op_successful_configs.values()),
+            tuned=len(self.tuned),
             measured=self.measured,
             failed=tuple(self.failed),
-            degraded=tuple(
-                f"{op}: {len(tactics)} tactics failed, such as {next(iter(tactics))}: {next(iter(tactics.values()))}"
-                for op, tactics in self.problems.items()
-            ),
+            degraded=tuple(self._degraded()),
             rejected=tuple(self.rejected),
         )
 
-    def _store(self, root: Path) -> bytes:
-        """The same winners in FlashInfer's v2 store, written by FlashInfer, packed into one file."""
-        from flashinfer.autotune_cache import ManagedAutotuneCache
-
-        store = ManagedAutotuneCache(collect_metadata(self.device), root)
-        store._ensure_dirs()  # noqa: SLF001
-        tuner = self.tuner
-        policies = getattr(tuner, "_profiling_cache_policies", {})
-        for file_key, (runner, tactic) in tuner._file_configs.items():  # noqa: SLF001
-            policy = getattr(tuner, "_file_config_policies", {}).get(file_key)
-            _publish(store, file_key, runner, tactic, None, policy)
-        for key, (tactic, _profile) in tuner.profiling_cache.items():
-            policy = policies.get((None, key), policies.get(key))
-            _publish(store, key.file_key, key.runner_class_name, tactic, key.key_fields, policy)
-        files = {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
-        return encode_store(pack_store(files))
+    def _degraded(self) -> Iterator[str]:
+        for op, failures in self.failures.items():
+            attempts = len(self.attempts[op])
+            has_no_room = any(isinstance(problem, _OUT_OF_MEMORY) for problem in failures.values())
+            if has_no_room or len(failures) >= DEGRADED_SHARE * attempts:
+                name, problem = list(failures.items())[-1]
+                yield f"{op}: {len(failures)} tactics failed of {attempts}, the last {name}: {_named(problem)}"
 
 
-def _publish(store: Any, file_key: str, runner: str, tactic: Any, key_fields: Any, policy: Any) -> None:
-    more = {} if policy is None else {"profiling_policy": policy}
-    store.publish(file_key, runner, autotuner._tactic_to_json(tactic), key_fields=key_fields, **more)  # noqa: SLF001
+def _reason(op: str, seen: Observed) -> str:
+    """Why an op has no winner: FlashInfer falls back to the default tactic in silence, and stores nothing."""
+    attempts = sum(one.op == op for one in seen.measured)
+    failed = {one.name: problem for one, problem in seen.failed if one.op == op}
+    for name, problem in failed.items():
+        if isinstance(problem, _OUT_OF_MEMORY):
+            return f"{op}: out of memory in {name}"
+    if failed:
+        name, problem = list(failed.items())[-1]
+        return f"{op}: {len(failed)} tactics failed of {attempts}, the last {name}: {_named(problem)}"
+    if attempts == 0:
+        return f"{op}: no tactic could be measured, because all are excluded or the inputs do not fit in memory"
+    return f"{op}: no tactic won, because another rank failed with each"
 
 
-def _last_by_op(look_ups: Sequence[Any]) -> list[Any]:
-    return list({found.winner.op: found for found in look_ups}.values())
+def _named(problem: Exception) -> str:
+    return f"{type(problem).__name__}: {problem}"
 
 
 @contextlib.contextmanager
@@ -336,18 +299,3 @@ def _averaged_over(group: Any) -> Iterator[None]:
         yield
     finally:
         autotuner.set_autotune_process_group(None)
-
-
-def agree(one: Any, other: Any) -> bool:
-    """Whether two outputs are the same up to what their element type can hold; tensors, or sequences of them."""
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        ours, theirs = one.float(), other.float()
-        if ours.shape != theirs.shape or not torch.equal(ours.isnan(), theirs.isnan()):
-            return False
-        tolerance = 1e-3 if one.dtype == torch.float32 else 5e-2
-        difference = (ours - theirs).nan_to_num().abs().max() if ours.numel() else torch.zeros(())
-        largest = theirs.nan_to_num().abs().max() if theirs.numel() else torch.zeros(())
-        return bool(difference <= tolerance * largest)
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(agree(*pair) for pair in zip(one, other, strict=True))
-    return True

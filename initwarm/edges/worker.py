@@ -1,4 +1,4 @@
-"""What runs in a worker process: three jobs, each a process of its own with torch and FlashInfer inherited.
+"""What runs in a worker process: three jobs, each a process of its own.
 
 `probe` finds out what this pod has, `tune` measures, and `prove` replays what lies in the engine root, in a process that
 has tuned nothing, and then waits to be sent into the barrier. A worker says notes and one result through its

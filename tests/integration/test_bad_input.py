@@ -21,23 +21,25 @@ def refused(pod: Pod, code: int, *texts: str) -> None:
     assert pod.processes() == []
 
 
+def softmax(dtype: str = "float32", size: int = 4, bucket: int = 1) -> str:
+    call = {"call": "initwarm.host_softmax", "buckets": [bucket], "args": {"x": {"dtype": dtype, "shape": ["M", size]}}}
+    return json.dumps({"version": 1, "device": "cpu", "calls": [call]})
+
+
 @pytest.mark.parametrize(
     ("content", "texts"),
     [
-        ("", ["The document"]),
-        ("{", ["neither JSON nor YAML"]),
-        ('{"version": 1, "device": "cpu", "calls": [{"call": "flashinfer.bmm_fp9", "args": {}, "buckets": [1]}]}',
-         ["calls[0].call", "flashinfer.bmm_fp9", "flashinfer.bmm_fp8"]),
-        ('{"version": 1, "device": "cpu", "calls": [{"call": "initwarm.host_softmax", "buckets": [1], "args": '
-         '{"x": {"dtype": "float64", "shape": ["M", 4]}}}]}', ["dtype", "float64", "float32"]),
-        ('{"version": 1, "device": "cpu", "calls": [{"call": "initwarm.host_softmax", "buckets": [1], "args": '
-         '{"x": {"dtype": "float32", "shape": ["M", -4]}}}]}', ["shape[1]", "-4"]),
-        ('{"version": 1, "device": "cpu", "calls": [{"call": "initwarm.host_softmax", "buckets": [0, 1], "args": '
-         '{"x": {"dtype": "float32", "shape": ["M", 4]}}}]}', ["buckets", "0"]),
-        ("[" * 5000, ["deep"]),
+        pytest.param("", ["The document"], id="empty"),
+        pytest.param("{", ["neither JSON nor YAML"], id="cut"),
+        pytest.param(
+            softmax().replace("softmax", "softmix"), ["calls[0].call", "softmix", "softmax"], id="unknown call"
+        ),
+        pytest.param(softmax(dtype="float64"), ["dtype", "float64", "float32"], id="wrong dtype"),
+        pytest.param(softmax(size=-4), ["shape[1]", "-4"], id="negative shape"),
+        pytest.param(softmax(bucket=0), ["buckets", "0"], id="bucket 0"),
+        pytest.param("[" * 5000, ["deep"], id="deep"),
     ],
-    ids=["empty", "cut", "unknown call", "wrong dtype", "negative shape", "bucket 0", "deep"],
-)  # fmt: skip
+)
 def test_an_invalid_plan_is_refused_with_its_place(
     pod_server: PodServer, tmp_path: Path, content: str, texts: list[str]
 ) -> None:
@@ -217,7 +219,7 @@ def test_the_off_switch_empties_the_engine_root_and_starts_nothing(pod_server: P
 
 def test_the_command_takes_the_agent_s_place_with_its_own_environment(pod_server: PodServer, tmp_path: Path) -> None:
     seen = tmp_path / "seen"
-    script = f"import os, json; json.dump([os.getpid(), dict(os.environ)], open({str(seen)!r}, 'w')); raise SystemExit(7)"
+    script = f"import os, json; json.dump([os.getpid(), dict(os.environ)], open({str(seen)!r}, 'w')); exit(7)"
     group = Group(pod_server, tmp_path)
     port_arguments = ["--nproc-per-node", "1", "--cache-root", str(tmp_path / "cache"), "--engine-root"]
 

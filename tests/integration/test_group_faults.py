@@ -1,4 +1,4 @@
-"""A group that loses a pod, contradicts itself, or is stopped ends in one state, with one named cause, and no orphan."""
+"""A group that loses a pod, contradicts itself or is stopped ends in one state, with one cause and no orphan."""
 
 import os
 import signal

@@ -87,7 +87,7 @@ def test_every_line_on_stderr_is_an_event(pod_server: PodServer, tmp_path: Path)
     }
 
 
-def test_pods_may_have_different_counts_of_ranks(pod_server: PodServer, tmp_path: Path) -> None:
+def test_r90_pods_may_have_different_counts_of_ranks(pod_server: PodServer, tmp_path: Path) -> None:
     from tests.support.pods import free_port
 
     group = Group(pod_server, tmp_path, 3)

@@ -84,14 +84,47 @@ def test_r6_tuning_far_beyond_the_collective_timeout_passes(pod_server: PodServe
     assert any("unit 2/2" in wait for wait in waits), waits
 
 
+@pytest.mark.parametrize(("num_nodes", "nproc"), [(1, 4), (2, 1)])
+def test_r7_a_rank_that_stands_still_in_lockstep_is_named(
+    pod_server: PodServer, tmp_path: Path, num_nodes: int, nproc: int
+) -> None:
+    flags = plan_file(tmp_path, {"seconds": 0.5, "tactics": 8})
+    flags += ["--strategy", "lockstep", "--collective-timeout", "4", "--deadline", "60"]
+    group = Group(pod_server, tmp_path, num_nodes, nproc, flags)
+    pods = group.start()
+    pods[-1].wait_for("initwarm.group.joined")
+    worker = _youngest_when_there_are(pods[-1], 4 + nproc)
+
+    os.kill(worker, signal.SIGSTOP)
+
+    for pod in pods:
+        assert pod.wait(30) == 75, pod.log
+        reason = pod.message["reason"]
+        assert "stood still" in reason or "nothing came from node rank 1" in reason
+    group.assert_nothing_visible(pods)
+
+
+def test_r7_a_rank_that_pauses_for_less_than_the_timeout_is_waited_for(pod_server: PodServer, tmp_path: Path) -> None:
+    flags = plan_file(tmp_path, {"seconds": 0.3, "tactics": 4, "buckets": [1, 2]})
+    group = Group(pod_server, tmp_path, 1, 2, [*flags, "--strategy", "lockstep", "--collective-timeout", "20"])
+    (pod,) = group.start()
+    pod.wait_for("initwarm.step.announced")
+    worker = _youngest_when_there_are(pod, 5)
+
+    os.kill(worker, signal.SIGSTOP)
+    threading.Event().wait(2)
+    os.kill(worker, signal.SIGCONT)
+
+    pod.wait()
+    group.assert_warm([pod], tuned=True)
+
+
 @pytest.mark.parametrize("strategy", ["leader", "independent", "lockstep"])
 def test_r18_a_tactic_that_kills_a_worker_is_excluded_on_all_ranks(
     pod_server: PodServer, tmp_path: Path, strategy: str
 ) -> None:
     flags = plan_file(tmp_path, {"name": "first"}, {"name": "second", "abort": 0, "abort_rank": 0})
-    group = Group(
-        pod_server, tmp_path, 2, 1, [*flags, "--strategy", strategy, "--collective-timeout", "5"]
-    )
+    group = Group(pod_server, tmp_path, 2, 1, [*flags, "--strategy", strategy, "--collective-timeout", "5"])
 
     pods = group.run()
 
@@ -127,7 +160,7 @@ def test_r19_a_tactic_that_runs_is_enough_and_the_failed_ones_are_reported(
 
 
 @pytest.mark.parametrize("fault", [{"raises": "all"}, {"out_of_memory": 4}])
-def test_r16_an_op_that_fell_back_is_never_warm(
+def test_r16_r26_an_op_that_fell_back_on_one_rank_is_warm_on_none(
     pod_server: PodServer, tmp_path: Path, fault: dict[str, Any]
 ) -> None:
     group = Group(pod_server, tmp_path, 2, 1, plan_file(tmp_path, {"name": "good"}, {"name": "bad", **fault}))
@@ -206,9 +239,7 @@ def test_r126_a_bundle_that_is_the_same_on_all_ranks_and_misses_is_set_aside(
     group.assert_warm(group.run(), tuned=False)
 
 
-def test_r126_keys_that_hold_ranks_become_a_union_that_every_rank_hits(
-    pod_server: PodServer, tmp_path: Path
-) -> None:
+def test_r126_keys_that_hold_ranks_become_a_union_that_every_rank_hits(pod_server: PodServer, tmp_path: Path) -> None:
     group = Group(pod_server, tmp_path, 2, 2, plan_file(tmp_path, {"rank_in_key": True}))
 
     pods = group.run()

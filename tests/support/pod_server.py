@@ -8,9 +8,9 @@ second. Requests come as JSON lines on stdin; for each, one line with the pid an
 import contextlib
 import json
 import os
+import selectors
 import signal
 import sys
-import selectors
 import traceback
 from collections.abc import Sequence
 from multiprocessing import util

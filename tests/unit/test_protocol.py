@@ -127,4 +127,6 @@ def test_everybody_reports_the_error_of_the_lowest_rank() -> None:
     ]
 
     assert first_error(answers) == {"rank": 3, "kind": "TuningError", "what": "early"}
+    lost = {"rank": 7, "kind": "LostRankError", "what": "stands still"}
+    assert first_error([*answers, Answer(4, error=lost)]) == lost
     assert first_error([Answer(0)]) is None

@@ -1,0 +1,48 @@
+"""The grid against the installed FlashInfer: the same buckets, and the same rounding of every token count."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from initwarm.buckets import hybrid_bucket, hybrid_buckets
+
+GREATEST = 16384
+MAXIMA = sorted({*range(1, GREATEST + 1, 97), *hybrid_buckets(GREATEST), 6000, 10000})
+
+# In a process of its own, since importing FlashInfer takes seconds and a GPU's driver with it.
+ASK = """
+import json, sys
+from flashinfer.fused_moe.utils import get_hybrid_num_tokens_buckets, map_to_hybrid_bucket_uncapped
+
+greatest, maxima = json.loads(sys.argv[1])
+answer = {
+    "buckets": [[int(bucket) for bucket in get_hybrid_num_tokens_buckets(maximum)] for maximum in maxima],
+    "mapped": [int(map_to_hybrid_bucket_uncapped(number)) for number in range(1, greatest + 1)],
+}
+print(json.dumps(answer))
+"""
+
+
+@pytest.fixture(scope="module")
+def flashinfer() -> Any:
+    if importlib.util.find_spec("flashinfer") is None:
+        pytest.skip("FlashInfer is not installed")
+    command = [sys.executable, "-c", ASK, json.dumps([GREATEST, MAXIMA])]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=100)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_r15_buckets_are_those_that_flashinfer_tunes(flashinfer: Any) -> None:
+    theirs = dict(zip(MAXIMA, map(tuple, flashinfer["buckets"]), strict=True))
+
+    assert theirs == {maximum: hybrid_buckets(maximum) for maximum in MAXIMA}
+
+
+def test_r15_every_token_count_is_rounded_as_flashinfer_rounds_it(flashinfer: Any) -> None:
+    assert flashinfer["mapped"] == [hybrid_bucket(number) for number in range(1, GREATEST + 1)]
