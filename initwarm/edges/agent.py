@@ -159,7 +159,7 @@ class Agent:
 
     def _supervise(self, spec: entry.RunSpec) -> Outcome:
         """Start the coordinator and follow it until it has an outcome, the deadline passes or a signal arrives."""
-        context = multiprocessing.get_context(spec.start_method)
+        context: Any = multiprocessing.get_context(spec.start_method)
         ours, theirs = context.Pipe()
         process = context.Process(target=entry.coordinate, args=(spec, theirs), name="initwarm-coordinator")
         self.console.capture_output()

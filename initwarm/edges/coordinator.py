@@ -128,7 +128,7 @@ class Coordinator:
         self.wait_for(lambda: self.member.look_for_leader() or None, pause=0.2, what=(0,))
 
     def _collective_environment(self) -> Mapping[str, str]:
-        """Over which interface the workers meet: the one towards the leader, since gloo would ask for the host's name."""
+        """Over which interface the workers meet: towards the leader, since gloo would ask for the host's name."""
         address = self.spec.topology.leader_address if self.spec.topology.num_nodes > 1 else None
         return network.collective_environment(os.environ, address or "127.0.0.1", self.spec.settings.interface)
 

@@ -1,7 +1,7 @@
-"""What runs in a worker process: three jobs, each a process of its own.
+"""What runs in a worker process: three jobs, each in a process of its own.
 
-`probe` finds out what this pod has, `tune` measures, and `prove` replays what lies in the engine root, in a process that
-has tuned nothing, and then waits to be sent into the barrier. A worker says notes and one result through its
+`probe` finds out what this pod has, `tune` measures, and `prove` replays what lies in the engine root, in a process
+that has tuned nothing, and then waits to be sent into the barrier. A worker says notes and one result through its
 connection; an error leaves as an exception, which elastic's error file carries.
 """
 

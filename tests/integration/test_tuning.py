@@ -41,6 +41,8 @@ def _own_tuner_and_jit_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     monkeypatch.syspath_prepend(PLUGINS)
     monkeypatch.setattr(AutoTuner, "_instance", None)
     monkeypatch.setattr(env, "FLASHINFER_JIT_DIR", tmp_path / "cached_ops")
+    # FlashInfer 0.6.18 asks ldconfig for each save.
+    monkeypatch.setattr(tuning, "CHEAP_SAVE_SECONDS", 60)
 
 
 @pytest.fixture(scope="module")
@@ -206,6 +208,7 @@ def test_saving_slows_down_where_it_is_dear(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(HostTuner, "save_configs", save)
     monkeypatch.setattr(tuning, "time", SimpleNamespace(monotonic=lambda: 0.0, thread_time=lambda: next(seconds)))
     monkeypatch.setattr(tuning, "publish_winners", lambda *_: None)
+    monkeypatch.setattr(tuning, "CHEAP_SAVE_SECONDS", 0.5)
 
     tune(units_of({}, {}, {}), tmp_path)
 
@@ -307,6 +310,7 @@ def test_r18_where_all_tactics_are_excluded_the_unit_has_failed(tmp_path: Path) 
 
 
 def aborting(units: Sequence[Unit], directory: Path, say: Callable[[Any], None]) -> None:
+    tuning.CHEAP_SAVE_SECONDS = 60
     tune(units, directory, report=say)
 
 

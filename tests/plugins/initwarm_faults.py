@@ -34,7 +34,7 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-class FaultyRunner(TunableRunner):
+class FaultyRunner(TunableRunner):  # type: ignore[misc]
     def __init__(self, options: dict[str, Any]) -> None:
         self.options = options
         self.count = int(options.get("tactics", 4))
@@ -67,7 +67,7 @@ class FaultyRunner(TunableRunner):
             os.abort()
         if x.shape[0] >= options.get("out_of_memory", 1 << 30) and tactic >= 0:
             raise MemoryError("no room for this tactic")
-        last = {"all": self.count, "most": self.count - 1}.get(options.get("raises"), 0)
+        last = {"all": self.count, "most": self.count - 1}.get(str(options.get("raises")), 0)
         if 0 <= tactic < last:
             raise RuntimeError("unsupported tactic")
         if options.get("builds"):

@@ -22,10 +22,10 @@ import torch  # noqa: F401
 
 from initwarm.cli import main
 
-_execute = util.spawnv_passfds  # type: ignore[attr-defined]
+_execute = util.spawnv_passfds
 
 
-def fork_instead(path: str, arguments: Sequence[str | bytes], descriptors: Sequence[int]) -> int:
+def fork_instead(path: bytes, arguments: Sequence[Any], descriptors: Sequence[int]) -> int:
     """What multiprocessing uses to start its fork server: a fork of this process, left with the same descriptors."""
     words = [os.fsdecode(word) for word in arguments]
     if "forkserver" not in words[-1]:
@@ -71,7 +71,7 @@ def start(request: dict[str, Any]) -> int:
                 with contextlib.suppress(OSError):
                     os.close(int(name))
         sys.path[:0] = request["path"]
-        util.spawnv_passfds = fork_instead  # type: ignore[attr-defined]
+        util.spawnv_passfds = fork_instead
         status = main(request["arguments"])
     except SystemExit as ended:
         status = int(ended.code or 0)

@@ -77,9 +77,9 @@ def test_a_strategy_whose_result_failed_the_proof_is_not_taken_again() -> None:
 
 
 def test_auto_never_takes_what_asking_for_would_refuse() -> None:
-    for flags in itertools.product([False, True], repeat=4):
+    for is_uniform, has_collectives, is_rank_free, has_group in itertools.product([False, True], repeat=4):
         for world_size in (1, 2):
-            facts = Facts(world_size, *flags, flashinfer_version="0")
+            facts = Facts(world_size, is_uniform, has_collectives, is_rank_free, has_group, "0")
             try:
                 choice = choose("auto", facts)
             except ConfigurationError:
