@@ -71,7 +71,7 @@ def start(request: dict[str, Any]) -> int:
                 with contextlib.suppress(OSError):
                     os.close(int(name))
         sys.path[:0] = request["path"]
-        util.spawnv_passfds = fork_instead
+        util.spawnv_passfds = fork_instead  # type: ignore[assignment]
         status = main(request["arguments"])
     except SystemExit as ended:
         status = int(ended.code or 0)
