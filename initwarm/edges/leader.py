@@ -10,7 +10,7 @@ from initwarm import __version__, report, strategy
 from initwarm.bundle import STORE_FILE, V1_FILE, Bundle, record_files
 from initwarm.edges.member import as_error, from_error
 from initwarm.entries import Difference, encode_v1, merge_v1, parse_v1
-from initwarm.errors import BarrierError, ConfigurationError, LostRankError, TuningError
+from initwarm.errors import BarrierError, ConfigurationError, LostRankError, TuningError, VolumeError
 from initwarm.plan import check_world
 from initwarm.protocol import Adopt, Answer, Conflict, Hello, Step, first_error, verdict
 from initwarm.store import encode_store, merge_store, parse_store
@@ -63,6 +63,7 @@ class Leader:
         if not isinstance(decision, Adopt):
             self._tune_until_proven(hellos)
         self._meet(hellos)
+        self._record()
         end = self._warm_end(isinstance(decision, Adopt))
         self.member.announce_end(end)
         return end
@@ -300,6 +301,26 @@ class Leader:
         devices = [(hello.node_rank, device) for hello in hellos for device in hello.devices]
         is_own = self.spec.plan.device == "cuda" and len({device for _, device in devices}) == len(devices)
         self._step("barrier", backend="nccl" if is_own else "gloo", size=self.world_size)
+
+    def _record(self) -> None:
+        """Leave word on the volume which bundle this group has; after the barrier and before anybody exits."""
+        held = self.pod.held
+        assert held is not None
+        record = {
+            "schema": 1,
+            "group": self.spec.topology.group,
+            "world_size": self.world_size,
+            "plan": self.spec.plan.digest,
+            "identity": self.pod.identity.digest,
+            "bundle": held.digest,
+            "generation": held.generation,
+            "epoch": self.member.epoch,
+            "tool_version": __version__,
+        }
+        try:
+            self.pod.volume.write_json(f"rounds/{self.spec.topology.group}.json", record)
+        except VolumeError as problem:
+            self.say("initwarm.round.not_recorded", message=str(problem))
 
     def _warm_end(self, is_adopted: bool) -> dict[str, Any]:
         assert self.pod.held is not None

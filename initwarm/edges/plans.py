@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import metadata
 from pathlib import Path
 
 from initwarm.errors import PlanError
@@ -16,6 +15,9 @@ ENTRY_POINTS = "initwarm.calls"
 
 def added_calls() -> frozenset[str]:
     """Names of the calls that other installed packages add; their code is not imported here."""
+    # Here and not above: it costs more than all the rest of `initwarm plan host`, which needs none of it.
+    from importlib import metadata
+
     return frozenset(point.name for point in metadata.entry_points(group=ENTRY_POINTS))
 
 

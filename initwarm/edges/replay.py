@@ -116,21 +116,25 @@ class _Replayer:
         count = len(self.points)
         for number, unit in enumerate(self.points):
             self.report(Progress(f"replay {number + 1}/{count} of {source}, {unit.name}", number, count))
-            call = prepare(unit, self.device)
-            problem: Exception | None = None
-            try:
-                call()
-                synchronize(self.device)
-            except InitwarmError:
-                raise
-            except Exception as error:  # noqa: BLE001  a winner that its kernel refuses, for whatever reason
-                problem = error
+            problem = self._problem(unit)
             seen = tuner.take()
             self.profiled += len(seen.measured)
             self.hits += sum(found.is_hit for found in seen.look_ups)
             self.missed.update(dict.fromkeys(found.file_key for found in seen.look_ups if not found.is_hit))
             if problem is not None:
                 self.failed[_failure(unit, seen.look_ups, problem)] = None
+
+    def _problem(self, unit: Unit) -> Exception | None:
+        """Make a call; returns what it raised: a winner may be one that its kernel refuses, in any way."""
+        call = prepare(unit, self.device)
+        try:
+            call()
+            synchronize(self.device)
+        except InitwarmError:
+            raise
+        except Exception as problem:  # noqa: BLE001
+            return problem
+        return None
 
     def result(self, built: tuple[str, ...]) -> ReplayResult:
         return ReplayResult(self.hits, tuple(self.missed), self.profiled, built, tuple(self.failed))

@@ -2,8 +2,10 @@
 
 import itertools
 import json
+from importlib.resources import files
 from pathlib import Path
 
+import jsonschema
 import pytest
 
 from tests.support.groups import Group
@@ -108,6 +110,28 @@ def test_r10_five_starts_give_one_bundle(pod_server: PodServer, tmp_path: Path) 
     bundles = {group.assert_warm(group.run(), tuned=life == 0) for life in range(5)}
 
     assert len(bundles) == 1
+
+
+def test_the_round_is_recorded_for_who_comes_later(pod_server: PodServer, tmp_path: Path) -> None:
+    group = Group(pod_server, tmp_path, 2, 1)
+    bundle = group.assert_warm(group.run(), tuned=True)
+
+    record = json.loads((group.cache_root(0) / "v1" / "rounds" / "test.json").read_text())
+
+    schema = json.loads(files("initwarm").joinpath("schemas/round.schema.json").read_text())
+    jsonschema.Draft202012Validator(schema).validate(record)
+    assert (record["bundle"], record["world_size"], record["group"]) == (bundle, 2, "test")
+
+
+def test_a_report_keeps_to_its_schema(pod_server: PodServer, tmp_path: Path) -> None:
+    (pod,) = Group(pod_server, tmp_path).run("--report", str(tmp_path / "report.json"))
+
+    report = json.loads((tmp_path / "report.json").read_text())
+
+    schema = json.loads(files("initwarm").joinpath("schemas/outcome.schema.json").read_text())
+    jsonschema.Draft202012Validator(schema).validate(report)
+    jsonschema.Draft202012Validator(schema).validate(pod.message)
+    assert (report["schema"], report["exit_code"], report["outcome"]) == (1, 0, "warm")
 
 
 def test_the_default_engine_root_is_one_per_pod(pod_server: PodServer, tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ UP_TO_8192 = (*UP_TO_2048, 2560, 3072, 3584, 4096, 8192)
 
 tokens = st.integers(1, 1 << 24)
 on_grid = tokens.map(hybrid_bucket)
-bucket_lists = st.sets(st.integers(1, 600) | on_grid.filter(lambda bucket: bucket <= 5000), min_size=1, max_size=12).map(
-    lambda chosen: tuple(sorted(chosen))
-)
+bucket_lists = st.sets(
+    st.integers(1, 600) | on_grid.filter(lambda bucket: bucket <= 5000), min_size=1, max_size=12
+).map(lambda chosen: tuple(sorted(chosen)))
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,9 @@ def test_every_replay_point_is_rounded_to_a_bucket_of_the_plan(buckets: tuple[in
     points = replay_points(buckets)
 
     assert points == tuple(sorted(set(points)))
-    assert {hybrid_bucket(point) for point in points} == {bucket for bucket in buckets if hybrid_bucket(bucket) == bucket}
+    assert {hybrid_bucket(point) for point in points} == {
+        bucket for bucket in buckets if hybrid_bucket(bucket) == bucket
+    }
     assert set(points) >= {bucket for bucket in buckets if hybrid_bucket(bucket) == bucket}
 
 

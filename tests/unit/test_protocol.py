@@ -1,6 +1,9 @@
 import dataclasses
 import itertools
+import json
+from importlib.resources import files
 
+import jsonschema
 import pytest
 
 from initwarm.errors import ConfigurationError
@@ -95,6 +98,15 @@ def test_a_hello_survives_the_channel() -> None:
 
     assert parse_hello(encode_hello(original)) == original
     assert original.nproc == 1
+
+
+@pytest.mark.parametrize("holding", [None, Holding("a" * 64, 7)])
+def test_a_hello_keeps_to_its_schema(holding: Holding | None) -> None:
+    schema = json.loads(files("initwarm").joinpath("schemas/hello.schema.json").read_text())
+
+    validator = jsonschema.Draft202012Validator(schema)
+    validator.validate(json.loads(encode_hello(hello(plan="b" * 64, holding=holding))))
+    assert not validator.is_valid({"schema": 1})
 
 
 @pytest.mark.parametrize(

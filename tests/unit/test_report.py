@@ -1,5 +1,7 @@
 import json
+from importlib.resources import files
 
+import jsonschema
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,6 +23,18 @@ def test_the_message_has_the_contract_s_fields_outcome_first() -> None:
     assert message["ranks"] == [2, 3]
     assert message["seconds"] == 1.23
     assert message["first_failure"] is None
+
+
+def test_the_message_keeps_to_its_schema() -> None:
+    schema = json.loads(files("initwarm").joinpath("schemas/outcome.schema.json").read_text())
+    validator = jsonschema.Draft202012Validator(schema)
+
+    for outcome in (
+        Outcome("warm", "", ranks=(0,), world_size=1, strategy="leader", bundle="a" * 64, identity="b" * 64, epoch="c"),
+        Outcome("failed", "r", exit_code=75, first_failure=Failure(None, "pod", "what")),
+    ):
+        validator.validate(json.loads(termination_message(outcome)))
+    assert not validator.is_valid({"outcome": "warm"})
 
 
 def test_the_end_of_a_long_traceback_is_kept() -> None:
