@@ -34,7 +34,7 @@ from initwarm.edges.volume import CacheVolume
 from initwarm.errors import InitwarmError, Stopped, UnavailableError, VolumeError
 from initwarm.report import Failure, Outcome
 from initwarm.settings import Settings
-from initwarm.topology import resolve
+from initwarm.topology import check_leader_is_known, resolve
 
 #: How long the coordinator may take to say goodbye to the group after SIGTERM, before everything is killed.
 FAREWELL_SECONDS = 1.5
@@ -110,6 +110,7 @@ class Agent:
         """Everything that can be refused before torch is imported, cheapest first."""
         plan = load_plan(self.settings.plan)
         topology = resolve(self.environ, self.settings.topology)
+        check_leader_is_known(topology)
         self.console.event(
             "initwarm.topology.resolved",
             message=f"node rank {topology.node_rank} of {topology.num_nodes} in group {topology.group}",

@@ -111,6 +111,29 @@ def test_pods_with_different_plans_end_as_a_conflict(pod_server: PodServer, tmp_
     assert "The pods disagree on plan" in pods[1].message["reason"]
 
 
+@pytest.mark.parametrize(
+    ("environ", "named", "value"),
+    [
+        ({"TEST_CUDA_VERSION": "12.8"}, "cuda_version", "'12.8'"),
+        ({"TEST_TOOL_VERSION": "99.0"}, "initwarm", "'99.0'"),
+    ],
+)
+def test_pods_of_different_images_end_with_what_differs_and_both_values(
+    pod_server: PodServer, tmp_path: Path, environ: dict[str, str], named: str, value: str
+) -> None:
+    group = Group(pod_server, tmp_path, 2, 1)
+    port = free_port()
+
+    pods = [group.start_pod(0, port), group.start_pod(1, port, environ=environ)]
+
+    assert [pod.wait() for pod in pods] == [78, 78]
+    reasons = {pod.message["reason"] for pod in pods}
+    assert len(reasons) == 1
+    assert f"The pods disagree on {named}: node rank 0 (pod pod-0-life-0) has" in reasons.pop()
+    assert value in pods[1].message["reason"]
+    group.assert_nothing_visible(pods)
+
+
 def test_a_leader_of_another_group_is_refused(pod_server: PodServer, tmp_path: Path) -> None:
     group = Group(pod_server, tmp_path, 2, 1, ["--deadline", "10"])
     port = free_port()

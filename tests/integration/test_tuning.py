@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import logging
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -155,6 +158,9 @@ def test_nothing_is_written_to_the_terminal(tmp_path: Path, capfd: pytest.Captur
     replayed(units, tune(units, tmp_path), tmp_path)
 
     assert capfd.readouterr() == ("", "")
+    # Made when FlashInfer was imported, so that its stream is not the one that is captured here.
+    handlers = importlib.import_module("flashinfer.jit.core").logger.handlers
+    assert {type(handler) for handler in handlers} <= {logging.FileHandler, logging.NullHandler}
 
 
 def test_progress_names_the_unit_and_before_each_measurement_the_tactic(tmp_path: Path) -> None:
@@ -504,12 +510,18 @@ def test_a_store_without_an_entry_misses_it_though_the_file_has_it(tmp_path: Pat
     assert (found.hits, found.missed) == (3, (key,))
 
 
-def test_r25_what_a_replay_builds_is_named_and_a_second_replay_builds_nothing(tmp_path: Path) -> None:
+def test_r25_what_a_replay_builds_is_named_and_a_second_replay_builds_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     units = units_of({"builds": True}, buckets=[1])
     result = tune(units, tmp_path)
     (tmp_path / "cached_ops" / "faults" / "op-0.so").unlink()
-    (tmp_path / "cached_ops" / "tmp").mkdir()
-    (tmp_path / "cached_ops" / "tmp" / "module.lock").touch()
+
+    def prepare(unit: Unit, device: torch.device) -> Callable[[], Any]:
+        (tmp_path / "cached_ops" / "module.lock").touch()  # as FlashInfer's every use of a module does
+        return calls.prepare(unit, device)
+
+    monkeypatch.setattr(replay, "prepare", prepare)
 
     first = replayed(units, result, tmp_path)
     second = replayed(units, result, tmp_path)
@@ -580,9 +592,19 @@ def test_a_group_stays_in_step_where(
     assert len([key for key in tactics_of(one) if "faults::next" in key]) == 3
 
 
-def wrong_on_rank_1(directory: Path, say: Callable[[Any], None]) -> TuneResult:
-    import os
+def excluding_on_rank_0(directory: Path, say: Callable[[Any], None]) -> TuneResult:
+    excluded = (Tactic("faults::op", "FaultyRunner", 0),) if os.environ["RANK"] == "0" else ()
+    return tune(units_of({}), directory, group=gloo_group(directory), excluded=excluded)
 
+
+def test_r18_a_tactic_that_only_one_rank_excludes_is_taken_by_none(tmp_path: Path, processes: TunerProcesses) -> None:
+    ends = processes.run(excluding_on_rank_0, tmp_path, world_size=2)
+
+    assert [end.error for end in ends] == [None, None]
+    assert [set(tactics_of(end.value).values()) for end in ends] == [{1}, {1}]
+
+
+def wrong_on_rank_1(directory: Path, say: Callable[[Any], None]) -> TuneResult:
     wrong = {"wrong": 0} if os.environ["RANK"] == "1" else {}
     return tune(units_of(wrong), directory, group=gloo_group(directory), check_outputs=True)
 

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import flashinfer  # noqa: F401
-import torch  # noqa: F401
+import torch
 
+import initwarm
 from initwarm.cli import main
 
 _execute = util.spawnv_passfds
@@ -71,6 +72,9 @@ def start(request: dict[str, Any]) -> int:
                 with contextlib.suppress(OSError):
                     os.close(int(name))
         sys.path[:0] = request["path"]
+        # What another image would have: the values are read after this, in every process of the pod.
+        torch.version.cuda = os.environ.get("TEST_CUDA_VERSION", torch.version.cuda)
+        initwarm.__version__ = os.environ.get("TEST_TOOL_VERSION", initwarm.__version__)
         util.spawnv_passfds = fork_instead  # type: ignore[assignment]
         status = main(request["arguments"])
     except SystemExit as ended:

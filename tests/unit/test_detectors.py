@@ -310,6 +310,7 @@ def test_a_grove_clique_outside_a_scaling_group_needs_a_size() -> None:
 
     assert "INITWARM_NNODES" in refusal(environ).fix
     assert place(environ, nnodes="2").group == "llm-0-decode"
+    assert place({"GROVE_PCLQ_POD_INDEX": "1"}, nnodes="2").source == "grove"
 
 
 def test_a_grove_pod_beyond_the_template_s_number_is_refused() -> None:
@@ -465,6 +466,10 @@ def test_r91_helper_tasks_are_named_as_what_may_not_take_part() -> None:
     assert "VC_EXTRAS_*" in problem.fact
     assert "VC_EXTRAS_NUM=4" in problem.fact
     assert "INITWARM_VOLCANO_TASKS" in problem.fix
+
+
+def test_a_volcano_task_without_pods_changes_nothing() -> None:
+    assert place({**VOLCANO, "VC_EXTRAS_NUM": "0"}) == place(VOLCANO)
 
 
 def test_r91_helper_tasks_do_not_count_when_the_tasks_are_told() -> None:

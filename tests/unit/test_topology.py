@@ -73,6 +73,25 @@ def test_a_rank_outside_the_group_is_refused_with_what_said_so() -> None:
     assert "0 to 1" in problem.fix
 
 
+@pytest.mark.parametrize(
+    ("flags", "is_valid"),
+    [
+        ({"nnodes": "150000"}, True),
+        ({"nnodes": "150001"}, False),
+        ({"node_rank": "150000"}, False),
+        ({"port": "65535"}, True),
+        ({"port": "65536"}, False),
+        ({"port": "0"}, False),
+        ({"nproc_per_node": "1024"}, True),
+        ({"nproc_per_node": "1025"}, False),
+    ],
+)
+def test_the_bounds_of_a_number_are_themselves_valid(flags: dict[str, str], is_valid: bool) -> None:
+    whole = {"nnodes": "2", "node_rank": "0", **flags}
+
+    assert (explain({}, TopologyFlags(**whole)).error is None) == is_valid
+
+
 def test_a_huge_value_is_cut_in_the_message() -> None:
     assert len(str(refusal({"INITWARM_NNODES": "9" * 100_000}))) < 400
 
@@ -247,6 +266,12 @@ def test_r94_a_follower_that_is_its_own_leader_is_a_conflict() -> None:
 
     assert "fd00::5" in refusal({**environ, "INITWARM_NODE_RANK": "1"}).fact
     assert resolve({**environ, "INITWARM_NODE_RANK": "0"}).node_rank == 0
+
+
+def test_a_lone_pod_may_have_a_leader_s_address_that_it_does_not_use() -> None:
+    environ = {"INITWARM_POD_IP": "10.0.0.5", "INITWARM_LEADER_ADDRESS": "10.0.0.7", "INITWARM_NNODES": "1"}
+
+    assert resolve(environ).num_nodes == 1
 
 
 def test_addresses_of_two_families_are_not_compared() -> None:
