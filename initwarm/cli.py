@@ -130,13 +130,12 @@ def _topology(given: dict[str, Any], _command: Sequence[str]) -> int:
 
 
 def _plan(given: dict[str, Any], _command: Sequence[str]) -> int:
-    from initwarm import planview
     from initwarm.edges.plans import load_plan
+    from initwarm.planview import plan_as_json, render_plan
 
     plan = load_plan(given["plan"])
-    _print(
-        json.dumps(planview.plan_as_json(plan), indent=2) if given["format"] == "json" else planview.render_plan(plan)
-    )
+    is_json = given["format"] == "json"
+    _print(json.dumps(plan_as_json(plan), indent=2) if is_json else render_plan(plan))
     return errors.OK
 
 

@@ -46,6 +46,16 @@ def test_a_follower_without_a_leader_says_where_it_looked(pod_server: PodServer,
     assert "NetworkPolicy" in pod.message["reason"]
 
 
+def test_a_follower_that_knows_no_leader_is_refused_at_once(pod_server: PodServer, tmp_path: Path) -> None:
+    arguments = ["run", "--cache-root", str(tmp_path / "cache"), "--nnodes", "2", "--node-rank", "1"]
+
+    pod = pod_server.start(tmp_path, "pod", arguments)
+
+    assert pod.wait() == 78
+    assert "--leader-address" in pod.message["reason"]
+    assert not pod.events("initwarm.coordinator.started")
+
+
 def test_r93_two_living_pods_with_one_rank_end_the_group(pod_server: PodServer, tmp_path: Path) -> None:
     group = Group(pod_server, tmp_path, 3, 1)
     port = free_port()
