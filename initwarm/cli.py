@@ -93,10 +93,15 @@ def _parser() -> _Parser:
 
 def _verb(verbs: Any, name: str, summary: str, function: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = verbs.add_parser(
-        name, help=summary, description=summary, epilog=EXAMPLES[name], allow_abbrev=False
+        name, help=summary, description=summary, epilog=EXAMPLES[name], allow_abbrev=False, formatter_class=_wide
     )
     parser.set_defaults(function=function)
     return parser
+
+
+def _wide(prog: str) -> argparse.HelpFormatter:
+    """A line for each flag of `run`, so that its help fits a screen."""
+    return argparse.HelpFormatter(prog, max_help_position=36, width=110)
 
 
 def _add_setting(parser: argparse.ArgumentParser, setting: Setting) -> None:
@@ -110,9 +115,13 @@ def _add_setting(parser: argparse.ArgumentParser, setting: Setting) -> None:
 
 
 def _run(given: dict[str, Any], command: Sequence[str]) -> int:
-    settings = read_settings(given, os.environ, command)
     from initwarm.edges import agent, console
 
+    try:
+        settings = read_settings(given, os.environ, command)
+    except InitwarmError as problem:
+        path = given["termination_message"] or os.environ.get("INITWARM_TERMINATION_MESSAGE")
+        return agent.refuse(problem, path or None, console.Console())
     return agent.run(settings, os.environ, console.Console(settings.log_format))
 
 

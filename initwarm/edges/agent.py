@@ -47,6 +47,14 @@ def run(settings: Settings, environ: Mapping[str, str], console: Console) -> int
     return Agent(settings, environ, console).run()
 
 
+def refuse(problem: InitwarmError, termination_message: str | None, console: Console) -> int:
+    """End a run whose settings cannot be read, where a person and a machine look for it."""
+    outcome = Outcome(report.FAILED, str(problem), problem.exit_code)
+    write_termination_message(termination_message, outcome, console)
+    console.event("initwarm.run.finished", message=outcome.reason, **_without_reason(outcome))
+    return problem.exit_code
+
+
 class Agent:
     """One run on one pod."""
 
@@ -259,28 +267,12 @@ class Agent:
             shutil.rmtree(self.scratch, ignore_errors=True)
         outcome = _timed(outcome, time.monotonic() - self.started)
         self.console.close_progress()
-        self._write_termination_message(outcome)
+        write_termination_message(self.settings.termination_message, outcome, self.console)
         self._write_report(outcome)
         self.console.event("initwarm.run.finished", message=outcome.reason, **_without_reason(outcome))
         if outcome.exit_code == errors.OK and self.settings.command:
             return self._hand_over()
         return outcome.exit_code
-
-    def _write_termination_message(self, outcome: Outcome) -> None:
-        path = self.settings.termination_message
-        if path is None:
-            if not os.access(TERMINATION_LOG, os.W_OK):
-                return
-            path = TERMINATION_LOG
-        try:
-            # In place and in one write: the file is a bind mount, which cannot be renamed over.
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-            with contextlib.closing(os.fdopen(descriptor, "wb", buffering=0)) as file:
-                file.write(report.termination_message(outcome))
-        except OSError as problem:
-            self.console.event(
-                "initwarm.termination_message.failed", message=f"{path} cannot be written: {problem.strerror}"
-            )
 
     def _write_report(self, outcome: Outcome) -> None:
         if self.settings.report is None:
@@ -307,6 +299,20 @@ class Agent:
         except OSError as problem:
             self.console.event("initwarm.command.failed", message=f"{command[0]} cannot be run: {problem.strerror}")
             return errors.CONFIGURATION
+
+
+def write_termination_message(path: str | None, outcome: Outcome, console: Console) -> None:
+    """Write the outcome in one write, in place: the file is a bind mount, which cannot be renamed over."""
+    if path is None:
+        if not os.access(TERMINATION_LOG, os.W_OK):
+            return
+        path = TERMINATION_LOG
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        with os.fdopen(descriptor, "wb", buffering=0) as file:
+            file.write(report.termination_message(outcome))
+    except OSError as problem:
+        console.event("initwarm.termination_message.failed", message=f"{path} cannot be written: {problem.strerror}")
 
 
 def _start(process: Any, theirs: Any, wake: int) -> None:

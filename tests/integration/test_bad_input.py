@@ -51,6 +51,27 @@ def test_an_invalid_plan_is_refused_with_its_place(
     refused(pod, 78, *texts)
 
 
+@pytest.mark.parametrize(
+    ("environ", "texts"),
+    [
+        ({"INITWARM_DEADLINE": "soon"}, ["INITWARM_DEADLINE is 'soon'", "number of seconds"]),
+        ({"INITWARM_DEADLINE": "nan"}, ["INITWARM_DEADLINE is 'nan'"]),
+        ({"INITWARM_STRATEGY": "fast"}, ["INITWARM_STRATEGY is 'fast'", "auto, leader"]),
+        ({"INITWARM_CHECK_OUTPUTS": "maybe"}, ["INITWARM_CHECK_OUTPUTS is 'maybe'"]),
+        ({"INITWARM_DISABLE": "maybe"}, ["INITWARM_DISABLE is 'maybe'"]),
+        ({"INITWARM_NNODES": "None"}, ["None"]),
+        ({"INITWARM_CACHE_KEY_FILE": "/nowhere"}, ["/nowhere cannot be read"]),
+        ({"INITWARM_INTERFACE": "eth99"}, ["eth99"]),
+    ],
+)
+def test_an_invalid_setting_reaches_the_termination_message(
+    pod_server: PodServer, tmp_path: Path, environ: dict[str, str], texts: list[str]
+) -> None:
+    pod = pod_server.start(tmp_path, "pod", ["run", "--cache-root", str(tmp_path / "cache")], environ)
+
+    refused(pod, 78, *texts)
+
+
 def test_a_plan_that_is_not_there_is_refused(pod_server: PodServer, tmp_path: Path) -> None:
     (pod,) = Group(pod_server, tmp_path).run("--plan", str(tmp_path / "nowhere.yaml"))
 
