@@ -300,7 +300,9 @@ class Leader:
     def _meet(self, hellos: list[Hello]) -> None:
         devices = [(hello.node_rank, device) for hello in hellos for device in hello.devices]
         is_own = self.spec.plan.device == "cuda" and len({device for _, device in devices}) == len(devices)
-        self._step("barrier", backend="nccl" if is_own else "gloo", size=self.world_size)
+        backend = "nccl" if is_own else "gloo"
+        self._step("barrier", backend=backend, size=self.world_size)
+        self.say("initwarm.barrier.passed", message=f"all {self.world_size} ranks met over {backend}", backend=backend)
 
     def _record(self) -> None:
         """Leave word on the volume which bundle this group has; after the barrier and before anybody exits."""

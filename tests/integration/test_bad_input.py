@@ -30,7 +30,7 @@ def softmax(dtype: str = "float32", size: int = 4, bucket: int = 1) -> str:
     ("content", "texts"),
     [
         pytest.param("", ["The document"], id="empty"),
-        pytest.param("{", ["neither JSON nor YAML"], id="cut"),
+        pytest.param("{", ["is neither YAML", "nor JSON"], id="cut"),
         pytest.param(
             softmax().replace("softmax", "softmix"), ["calls[0].call", "softmix", "softmax"], id="unknown call"
         ),

@@ -72,6 +72,7 @@ def test_r1_a_bundle_that_is_bad_on_one_pod_is_replaced_by_the_good_one(
 def test_one_import_serves_the_whole_pod(pod_server: PodServer, tmp_path: Path) -> None:
     (pod,) = Group(pod_server, tmp_path, 1, 4).run()
 
+    assert pod.events("initwarm.barrier.passed")[0]["backend"] == "gloo"
     (started,) = pod.events("initwarm.coordinator.started")
     assert started["inherited"] == ["torch", "flashinfer"]
     assert not pod.events("initwarm.worker.spawned")
