@@ -239,6 +239,7 @@ def test_the_barrier_of_a_gpu_plan_is_nccl_s(tmp_path: Path) -> None:
     gloo = run(tmp_path, "--plan", "host", "--nproc-per-node", "1", environ={"NCCL_DEBUG": "INFO"})
 
     assert nccl.report["world_size"] == 1
+    assert [event["backend"] for event in nccl.events if event["event"] == "initwarm.barrier.passed"] == ["nccl"]
     assert "NCCL INFO" in nccl.printed()
     assert "NCCL INFO" not in gloo.printed()
 

@@ -373,7 +373,9 @@ def test_the_view_shows_digest_sizes_selectors_and_memory() -> None:
 
 
 def test_texts_of_an_added_call_cannot_move_the_cursor_of_a_terminal() -> None:
-    plan = parse_plan(json.dumps(changed(document(ACME_OP), ("calls", 0, "args", "alpha"), "\x1b[2J\n")), SOURCE, EXTRA_CALLS)
+    plan = parse_plan(
+        json.dumps(changed(document(ACME_OP), ("calls", 0, "args", "alpha"), "\x1b[2J\n")), SOURCE, EXTRA_CALLS
+    )
 
     assert "\x1b" not in render_plan(plan)
 
