@@ -51,9 +51,7 @@ def _leader_problem(facts: Facts) -> str | None:
     if facts.has_collectives:
         return "the plan has calls that contain collectives, which the leader cannot make alone"
     if not facts.is_rank_free:
-        return (
-            "cache keys of this plan may contain ranks, so the others would miss"
-        )
+        return "cache keys of this plan may contain ranks, so the others would miss"
     if not facts.is_uniform:
         return "the plan's shapes depend on the rank, so the others would miss"
     return None

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -105,7 +107,7 @@ def test_gaps_are_exactly_the_token_counts_that_miss(buckets: tuple[int, ...], m
 
     missed = [number for number in range(1, max_num_tokens + 1) if hybrid_bucket(number) not in buckets]
     assert [number for gap in gaps for number in range(gap.first, gap.last + 1)] == missed
-    assert all(upper.first > lower.last + 1 for lower, upper in zip(gaps, gaps[1:], strict=False))
+    assert all(upper.first > lower.last + 1 for lower, upper in itertools.pairwise(gaps))
 
 
 def test_replay_points_are_the_buckets_and_points_between_neighbours() -> None:
@@ -137,5 +139,5 @@ def test_a_complete_grid_is_replayed_between_all_of_its_buckets(max_num_tokens: 
     buckets = hybrid_buckets(max_num_tokens)
     points = replay_points(buckets)
 
-    for lower, upper in zip(buckets, buckets[1:], strict=False):
+    for lower, upper in itertools.pairwise(buckets):
         assert upper - lower == 1 or any(lower < point < upper for point in points)
