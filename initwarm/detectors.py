@@ -49,13 +49,15 @@ def _torchrun(env: PodEnvironment) -> Reading | None:
     local_rank = _required(env, "LOCAL_RANK" if env.text("LOCAL_RANK") else "SLURM_LOCALID", 0, MAX_NPROC - 1)
     _check_below(rank, "RANK", world_size, "WORLD_SIZE")
     _check_below(local_rank, "LOCAL_RANK", local_world_size, "LOCAL_WORLD_SIZE")
+    leader = env.host("MASTER_ADDR")
+    _check_port_is_free(env, leader)
     pods = env.number(1, world_size, "GROUP_WORLD_SIZE")
     if pods is None and local_world_size is not None and world_size % local_world_size == 0:
         pods = world_size // local_world_size
     return Reading(
         num_nodes=pods,
         nproc_per_node=local_world_size,
-        leader_address=env.host("MASTER_ADDR"),
+        leader_address=leader,
         process=Process(rank, world_size, local_rank),
     )
 
@@ -83,6 +85,18 @@ def _check_below(number: int, name: str, limit: int | None, limit_name: str) -> 
             NO_PLACE,
             f"Correct {name} or {limit_name}.",
         )
+
+
+def _check_port_is_free(env: PodEnvironment, leader: str | None) -> None:
+    """Refuse the port of torchrun's own store: followers would ask it for a group that it knows nothing of."""
+    port = env.explicit.leader_port
+    if port is None or env.explicit.leader_address not in (None, leader) or env.text("MASTER_PORT") != str(port):
+        return
+    raise TopologyError(
+        f"The port is set to {port}, which is MASTER_PORT, where the launcher's own store listens.",
+        "The leader cannot listen there, so nothing was started.",
+        "Set --port or INITWARM_PORT to another port, or leave it unset.",
+    )
 
 
 def _indexed_job(env: PodEnvironment) -> Reading | None:

@@ -141,14 +141,14 @@ def trainjob(env: PodEnvironment) -> Reading | None:
 
 def _fixed_number(nodes: str) -> int:
     low, colon, high = nodes.partition(":")
-    if colon and low != high:
+    if colon and low != high and (low + high).isascii() and low.isdigit() and high.isdigit():
         raise TopologyError(
             f"PET_NNODES is {shown(nodes)}, which is a range.",
             "A barrier needs a fixed number of pods, so nothing was started.",
             "Give the job a fixed number of nodes, or set INITWARM_TOPOLOGY=explicit, INITWARM_NNODES and "
             "INITWARM_NODE_RANK.",
         )
-    return parse_number("PET_NNODES", low, 1, MAX_NODES)
+    return parse_number("PET_NNODES", low if low == high else nodes, 1, MAX_NODES)
 
 
 def jobset(env: PodEnvironment) -> Reading | None:

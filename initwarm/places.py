@@ -73,12 +73,21 @@ class Reading:
 
 def is_same_place(one: Reading, other: Reading) -> bool:
     """Whether two readings can both be true; what one of them leaves open is no difference."""
+    if _has_pod_without_process(one, other) or _has_pod_without_process(other, one):
+        return False
     pairs = (
         (one.node_rank, other.node_rank),
         (one.num_nodes, other.num_nodes),
         (one.nproc_per_node, other.nproc_per_node),
     )
     return all(left == right or left is None or right is None for left, right in pairs)
+
+
+def _has_pod_without_process(launcher: Reading, pods: Reading) -> bool:
+    """Whether a launcher started fewer processes than there are pods."""
+    if launcher.process is None or pods.num_nodes is None:
+        return False
+    return pods.num_nodes > launcher.process.world_size
 
 
 def lacks(fact: str, fix: str) -> TopologyError:

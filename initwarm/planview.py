@@ -28,7 +28,7 @@ def render_plan(plan: Plan) -> str:
     lines += [_memory_line(plan)] if plan.calls else ["nothing to tune"]
     for index, call in enumerate(plan.calls):
         lines += _call_lines(index, call)
-    return "\n".join(lines + _warning_lines(plan))
+    return "\n".join(lines + [f"warning: {line}" for line in plan_warnings(plan)])
 
 
 def _memory_line(plan: Plan) -> str:
@@ -74,13 +74,13 @@ def _size(num_bytes: int) -> str:
     return f"{size:.4g} GiB"
 
 
-def _warning_lines(plan: Plan) -> list[str]:
-    """One line for all calls that have the same buckets."""
+def plan_warnings(plan: Plan) -> list[str]:
+    """What a server will miss, one line for all calls that have the same buckets."""
     calls: dict[tuple[int, ...], list[int]] = {}
     for index, call in enumerate(plan.calls):
         calls.setdefault(call.buckets, []).append(index)
     return [
-        f"warning: {_calls_text(indexes)}: {warning}"
+        f"{_calls_text(indexes)}: {warning}"
         for buckets, indexes in calls.items()
         for warning in bucket_warnings(buckets)
     ]

@@ -33,6 +33,7 @@ from initwarm.edges.reading import read_key
 from initwarm.edges.volume import CacheVolume
 from initwarm.errors import InitwarmError, Stopped, UnavailableError, VolumeError
 from initwarm.report import Failure, Outcome
+from initwarm.planview import plan_warnings
 from initwarm.settings import Settings
 from initwarm.topology import check_leader_is_known, resolve
 
@@ -117,6 +118,8 @@ class Agent:
     def _prepare(self) -> entry.RunSpec:
         """Everything that can be refused before torch is imported, cheapest first."""
         plan = load_plan(self.settings.plan)
+        for warning in plan_warnings(plan):
+            self.console.event("initwarm.plan.uncovered", message=warning)
         topology = resolve(self.environ, self.settings.topology)
         check_leader_is_known(topology)
         self.console.event(

@@ -346,6 +346,16 @@ def _youngest_when_there_are(pod: Pod, count: int) -> int:
     raise AssertionError(f"{pod.processes()}\n{pod.log}")
 
 
+def test_r21_a_run_warns_of_what_its_server_will_miss(pod_server: PodServer, tmp_path: Path) -> None:
+    group = Group(pod_server, tmp_path, 1, 1, plan_file(tmp_path, {"buckets": [1, 2, 4, 6]}))
+
+    (pod,) = group.run()
+
+    warning = pod.events("initwarm.plan.uncovered")[0]["message"]
+    assert "miss at 5..6 tokens" in warning
+    assert "{max: 8}" in warning
+
+
 def test_r22_nothing_to_tune_is_warm(pod_server: PodServer, tmp_path: Path) -> None:
     group = Group(pod_server, tmp_path, 2, 1, plan_file(tmp_path))
 

@@ -70,7 +70,7 @@ def test_rounding_up_is_idempotent_monotone_and_never_down(one: int, other: int)
 
     assert bucket >= one
     assert hybrid_bucket(bucket) == bucket
-    assert (hybrid_bucket(min(one, other))) <= hybrid_bucket(max(one, other))
+    assert hybrid_bucket(min(one, other)) <= hybrid_bucket(max(one, other))
 
 
 @given(tokens)

@@ -146,6 +146,36 @@ def test_pods_of_a_torchrun_without_group_world_size_follow_from_its_local_size(
     assert "torchrun says rank 9 of 16 processes, 2 pods" in refusal(environ, nnodes="3").fact
 
 
+@pytest.mark.parametrize("pods", [{"INITWARM_NNODES": "3"}, {**LWS, "LWS_GROUP_SIZE": "3"}])
+def test_more_pods_than_a_launcher_has_processes_are_a_conflict(pods: dict[str, str]) -> None:
+    child = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "host"}
+
+    problem = refusal({**child, **pods})
+
+    assert "WORLD_SIZE='2'" in problem.fact
+    assert "3" in problem.fact
+
+
+def test_as_many_pods_as_a_launcher_has_processes_are_no_conflict() -> None:
+    child = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "host"}
+
+    assert place(child, nnodes="2").source == "torchrun"
+
+
+@pytest.mark.parametrize("flags", [{"port": "29500"}, {"leader_address": "decode-0.decode:29500"}])
+def test_the_port_of_the_launcher_s_own_store_is_refused(flags: dict[str, str]) -> None:
+    problem = refusal({**TORCHRUN, "MASTER_PORT": "29500"}, **flags)
+
+    assert "29500" in problem.fact
+    assert "MASTER_PORT" in problem.fact
+    assert "--port" in problem.fix
+
+
+@pytest.mark.parametrize("flags", [{"port": "29501"}, {"port": "29500", "leader_address": "another.host"}])
+def test_a_port_beside_the_launcher_s_own_store_is_taken(flags: dict[str, str]) -> None:
+    assert place({**TORCHRUN, "MASTER_PORT": "29500"}, **flags).leader_port == int(flags["port"])
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
@@ -337,6 +367,16 @@ def test_r92_elastic_and_impossible_node_counts_are_refused(nodes: str) -> None:
     assert "PET_NNODES is" in refusal({**TRAINJOB, "PET_NNODES": nodes}).fact
 
 
+@pytest.mark.parametrize("nodes", ["1:4", "4:1"])
+def test_r92_a_range_is_called_one(nodes: str) -> None:
+    assert f"'{nodes}', which is a range" in refusal({**TRAINJOB, "PET_NNODES": nodes}).fact
+
+
+@pytest.mark.parametrize("nodes", ["tcp://10.0.0.1:80", "2:", ":2", "1:x", "1:٣", "1:2:3"])
+def test_r92_what_only_looks_like_a_range_is_shown_whole_as_no_number(nodes: str) -> None:
+    assert f"'{nodes}', which is no whole number" in refusal({**TRAINJOB, "PET_NNODES": nodes}).fact
+
+
 def test_r92_a_range_of_one_size_is_that_size() -> None:
     assert place({**TRAINJOB, "PET_NNODES": "2:2"}) == place(TRAINJOB)
 
@@ -398,6 +438,15 @@ def test_r99_a_size_of_one_job_makes_each_job_a_group_of_its_own() -> None:
     topology = place({**JOBSET, "INITWARM_JOBSET_COMPLETIONS": "2"}, nnodes="2")
 
     assert (topology.node_rank, topology.num_nodes, topology.group) == (1, 2, "serve-prefill-0")
+
+
+@pytest.mark.parametrize("missing", ["jobset-name", "replicatedjob-name", "job-index"])
+def test_a_job_of_a_jobset_is_never_named_by_half_of_its_labels(missing: str) -> None:
+    environ = {**JOBSET, label(f"jobset.sigs.k8s.io/{missing}"): ""}
+
+    topology = place(environ, nnodes="2", leader_address="10.0.0.1")
+
+    assert topology.group == "default"
 
 
 def test_r99_a_jobset_of_several_jobs_without_completions_is_refused() -> None:

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -157,6 +159,27 @@ def test_the_schema_is_a_schema_and_knows_every_call() -> None:
         assert set(arguments["required"]) == set(signature.required)
         assert arguments["additionalProperties"] is False
     assert set(plan_schema["$defs"]["tensor"]["properties"]["dtype"]["enum"]) == DTYPE_BYTES.keys()
+
+
+def test_the_example_of_the_documentation_is_a_plan_without_a_warning() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "plans.md").read_text()
+    (example,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+
+    plan = parse_plan(example, "docs/plans.md")
+
+    assert len(plan.units_of(0)) == 21
+    assert "warning" not in render_plan(plan)
+
+
+def test_the_documentation_names_every_call_and_what_it_may_be_given() -> None:
+    rows = (Path(__file__).parents[2] / "docs" / "plans.md").read_text().splitlines()
+
+    for name, signature in CALLS.items():
+        (row,) = (row for row in rows if row.startswith(f"| `{name}` | {signature.device} |"))
+        choices = {choice for rule in signature.scalars.values() for choice in rule.choices}
+        dtypes = {dtype for rule in signature.tensors.values() for dtype in rule.dtypes}
+        assert all(f"`{argument}`" in row for argument in signature.arguments)
+        assert all(value in row for value in choices | dtypes)
 
 
 # Ranks, stages and units

@@ -50,12 +50,13 @@ def read(text: str) -> Plan | None:
     """The plan, or None where the text is refused; anything else that is raised fails the test."""
     try:
         return parse_plan(text, SOURCE, EXTRA_CALLS)
-    except PlanError as error:
-        assert str(error).isprintable()
-        assert SOURCE in error.fact
-        assert error.effect
-        assert error.fix
-        return None
+    except PlanError as problem:
+        error = problem
+    assert str(error).isprintable()
+    assert SOURCE in error.fact
+    assert error.effect
+    assert error.fix
+    return None
 
 
 @st.composite
