@@ -442,7 +442,7 @@ def test_r99_a_size_of_one_job_makes_each_job_a_group_of_its_own() -> None:
 
 @pytest.mark.parametrize("missing", ["jobset-name", "replicatedjob-name", "job-index"])
 def test_a_job_of_a_jobset_is_never_named_by_half_of_its_labels(missing: str) -> None:
-    environ = {**JOBSET, label(f"jobset.sigs.k8s.io/{missing}"): ""}
+    environ = {**JOBSET, "INITWARM_JOBSET_COMPLETIONS": "2", label(f"jobset.sigs.k8s.io/{missing}"): ""}
 
     topology = place(environ, nnodes="2", leader_address="10.0.0.1")
 
