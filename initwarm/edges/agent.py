@@ -32,8 +32,8 @@ from initwarm.edges.plans import load_plan
 from initwarm.edges.reading import read_key
 from initwarm.edges.volume import CacheVolume
 from initwarm.errors import InitwarmError, Stopped, UnavailableError, VolumeError
-from initwarm.report import Failure, Outcome
 from initwarm.planview import plan_warnings
+from initwarm.report import Failure, Outcome
 from initwarm.settings import Settings
 from initwarm.topology import check_leader_is_known, resolve
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -55,8 +56,14 @@ class RunSpec:
     obstacle: VolumeError | None
 
 
-def die_with_parent() -> None:
-    """End this process when the one that asked for it ends, however that happened."""
+def settle() -> None:
+    """What every process of a run does first: leave what it inherited alone, and end when its parent ends."""
+    # A collection would visit, and so copy, all that torch and FlashInfer brought into the fork server.
+    gc.freeze()
+    _die_with_parent()
+
+
+def _die_with_parent() -> None:
     parent = parent_process()
     if parent is None:
         return
@@ -72,7 +79,7 @@ def coordinate(spec: RunSpec, conn: Connection) -> None:
     """The coordinator process: speaks with the other pods and orders this pod's workers about."""
     inherited = tuple(name for name in PRELOADED if name in sys.modules)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    die_with_parent()
+    settle()
     # Here and not above: this import brings torch, which the agent must not have.
     try:
         from initwarm.edges import coordinator

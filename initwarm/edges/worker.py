@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from initwarm.edges import barrier, replay, tuning
-from initwarm.edges.entry import die_with_parent
+from initwarm.edges.entry import settle
 from initwarm.errors import UnavailableError
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def device_of(plan_device: str, index: int) -> torch.device:
 
 def probe(conn: Connection, spec: ProbeSpec) -> None:
     """Find out the ranks of this pod, their devices, and the environment that FlashInfer sees on each."""
-    die_with_parent()
+    settle()
     count = _rank_count(spec)
     first = spec.device_index or 0
     devices = [device_of(spec.device, first + local_rank) for local_rank in range(count)]
@@ -139,7 +139,7 @@ def _rank_count(spec: ProbeSpec) -> int:
 
 def tune(conn: Connection, spec: TuneSpec) -> None:
     """Measure this rank's units and send back the files."""
-    die_with_parent()
+    settle()
     device = device_of(spec.plan.device, spec.device_index)
     save_to = Path(spec.save_to)
     with nullcontext() if spec.group is None else barrier.open_group(spec.group, device) as group:
@@ -158,7 +158,7 @@ def tune(conn: Connection, spec: TuneSpec) -> None:
 
 def prove(conn: Connection, spec: ProveSpec) -> None:
     """Replay, say how it went, and meet the others if told to."""
-    die_with_parent()
+    settle()
     device = device_of(spec.plan.device, spec.device_index)
     v1_path = Path(spec.v1_path)
     digest = hashlib.sha256(v1_path.read_bytes()).hexdigest()
