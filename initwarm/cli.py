@@ -120,8 +120,11 @@ def _run(given: dict[str, Any], command: Sequence[str]) -> int:
     try:
         settings = read_settings(given, os.environ, command)
     except InitwarmError as problem:
-        path = given["termination_message"] or os.environ.get("INITWARM_TERMINATION_MESSAGE")
-        return agent.refuse(problem, path or None, console.Console())
+        path, engine_root = (
+            given[name] or os.environ.get("INITWARM_" + name.upper()) or None
+            for name in ("termination_message", "engine_root")
+        )
+        return agent.refuse(problem, engine_root, path, console.Console())
     return agent.run(settings, os.environ, console.Console(settings.log_format))
 
 

@@ -20,10 +20,12 @@ HELLO_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Holding:
-    """A verified, complete bundle that a pod has on its volume."""
+    """A verified, complete bundle that a pod has on its volume, and which groups it serves."""
 
     digest: str
     generation: int
+    world_size: int
+    rank_free: bool
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class Hello:
         identity: FlashInfer's own metadata of each local rank's environment, in local rank order.
         features: what FlashInfer offers here, by name.
         devices: name of each local rank's device, such as a GPU's UUID, or "cpu".
+        seconds_left: until this pod's deadline.
         holding: the bundle for this plan and identity on this pod's volume, or None.
     """
 
@@ -56,6 +59,7 @@ class Hello:
     identity: tuple[Mapping[str, str], ...]
     features: Mapping[str, Any]
     devices: tuple[str, ...]
+    seconds_left: float
     holding: Holding | None = None
 
     @property
@@ -126,7 +130,12 @@ def verdict(hellos: Sequence[Hello]) -> Verdict:
     conflict = _conflict(hellos)
     if conflict is not None:
         return conflict
-    holders = [hello for hello in hellos if hello.holding is not None]
+    world_size = sum(hello.nproc for hello in hellos)
+    holders = [
+        hello
+        for hello in hellos
+        if hello.holding is not None and (hello.holding.rank_free or hello.holding.world_size == world_size)
+    ]
     if not holders:
         return Tune()
     best = max((_holding(hello) for hello in holders), key=lambda held: (held.generation, held.digest))

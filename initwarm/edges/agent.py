@@ -48,8 +48,11 @@ def run(settings: Settings, environ: Mapping[str, str], console: Console) -> int
     return Agent(settings, environ, console).run()
 
 
-def refuse(problem: InitwarmError, termination_message: str | None, console: Console) -> int:
+def refuse(problem: InitwarmError, engine_root: str | None, termination_message: str | None, console: Console) -> int:
     """End a run whose settings cannot be read, where a person and a machine look for it."""
+    if engine_root is not None:
+        with contextlib.suppress(VolumeError):
+            EngineRoot(Path(engine_root)).empty()
     outcome = Outcome(report.FAILED, str(problem), problem.exit_code)
     write_termination_message(termination_message, outcome, console)
     console.event("initwarm.run.finished", message=outcome.reason, **_without_reason(outcome))
@@ -67,6 +70,8 @@ class Agent:
         self.pod = environ.get("INITWARM_POD_NAME") or os.uname().nodename
         self.engine_root: EngineRoot | None = None
         self.scratch: str | None = None
+        self.heard: Outcome | None = None
+        self.num_nodes = 1
         self.stopping = False
         self.wake_read, self.wake_write = os.pipe()
         for descriptor in (self.wake_read, self.wake_write):
@@ -88,7 +93,7 @@ class Agent:
             if self.settings.is_disabled:
                 return self._disabled()
             spec = self._prepare()
-            processes.become_subreaper()
+            processes.be_subreaper(True)
             return self._supervise(spec)
         except InitwarmError as problem:
             return self._failed(problem)
@@ -97,13 +102,19 @@ class Agent:
             return self._failed(InitwarmError(f"initwarm failed: {type(problem).__name__}: {problem}"))
 
     def _disabled(self) -> Outcome:
-        self.engine_root = self._engine_root()
-        self.engine_root.empty()
+        self._empty_engine_root()
         return Outcome(report.COLD, "INITWARM_DISABLE is set: the engine root was emptied and nothing was tuned")
 
     def _failed(self, problem: InitwarmError) -> Outcome:
         """What this pod alone can say: it did not get as far as the group, or lost it."""
-        outcome, exit_code = policy.judge(problem, self.settings.on_tuning_failure, self.settings.on_barrier_failure)
+        # A pod that starts cold alone would leave its peers to wait for it: softening is the group's to decide.
+        settings = self.settings
+        is_alone = self.num_nodes == 1
+        outcome, exit_code = policy.judge(
+            problem,
+            settings.on_tuning_failure if is_alone else "fail",
+            settings.on_barrier_failure if is_alone else "fail",
+        )
         return Outcome(
             outcome=outcome,
             reason=str(problem),
@@ -111,40 +122,33 @@ class Agent:
             first_failure=None if isinstance(problem, Stopped) else Failure(None, self.pod, str(problem)),
         )
 
-    def _engine_root(self) -> EngineRoot:
-        place = resolve(self.environ, self.settings.topology)
-        return EngineRoot(Path(self.settings.engine_root_at(place)))
+    def _empty_engine_root(self) -> EngineRoot:
+        """Take away what the last life left, before anything else can end this one."""
+        path = self.settings.engine_root
+        if path is None:
+            path = self.settings.engine_root_at(resolve(self.environ, self.settings.topology))
+        self.engine_root = EngineRoot(Path(path))
+        self.engine_root.empty()
+        return self.engine_root
 
     def _prepare(self) -> entry.RunSpec:
         """Everything that can be refused before torch is imported, cheapest first."""
+        engine_root = self._empty_engine_root()
+        topology = resolve(self.environ, self.settings.topology)
+        check_leader_is_known(topology)
+        self.num_nodes = topology.num_nodes
         plan = load_plan(self.settings.plan)
         for warning in plan_warnings(plan):
             self.console.event("initwarm.plan.uncovered", message=warning)
-        topology = resolve(self.environ, self.settings.topology)
-        check_leader_is_known(topology)
         self.console.event(
             "initwarm.topology.resolved",
             message=f"node rank {topology.node_rank} of {topology.num_nodes} in group {topology.group}",
             source=topology.source,
         )
-        self.engine_root = EngineRoot(Path(self.settings.engine_root_at(topology)))
-        self.engine_root.empty()
         key = read_key(self.settings.cache_key_file)
-        volume = CacheVolume(Path(self.settings.cache_root), key)
-        volume.prepare()
-        if volume.obstacle is not None:
-            self.console.event("initwarm.cache.read_only", message=str(volume.obstacle))
-        survey = gpus.visible_gpus(self.environ)
-        if plan.device == "cuda" and survey.count == 0:
-            raise UnavailableError(
-                "The plan needs a GPU and this container sees none.",
-                f"{survey.problem} Nothing was tuned; a CPU is never used instead.",
-                "Give the init container the same nvidia.com/gpu limit (or resource claim) as the serving container.",
-            )
-        if plan.device == "cuda" and survey.problem is not None:
-            # torch is asked later; a default would be a guess.
-            self.console.event("initwarm.gpu.unclear", message=survey.problem)
-        self._set_child_environment(plan.device, survey)
+        obstacle, failure = self._check_volume_and_gpus(plan.device, key)
+        if failure is not None and topology.num_nodes == 1:
+            raise failure
         self.scratch = _scratch()
         return entry.RunSpec(
             settings=self.settings,
@@ -152,13 +156,36 @@ class Agent:
             topology=topology,
             uid=f"{self.environ.get('INITWARM_POD_UID') or self.pod}:{uuid.uuid4().hex[:12]}",
             pod=self.pod,
-            engine_root=str(self.engine_root.path),
+            engine_root=str(engine_root.path),
             scratch=self.scratch,
             deadline=self.started + self.settings.deadline_seconds,
             start_method="spawn" if self.settings.start_method == "spawn" else "forkserver",
             key=key,
-            obstacle=volume.obstacle,
+            obstacle=obstacle,
+            failure=failure,
         )
+
+    def _check_volume_and_gpus(self, device: str, key: bytes | None) -> tuple[VolumeError | None, InitwarmError | None]:
+        """Why the volume can only be read, and why this pod cannot take part, if so."""
+        volume = CacheVolume(Path(self.settings.cache_root), key)
+        try:
+            volume.prepare()
+        except VolumeError as problem:
+            return None, problem
+        if volume.obstacle is not None:
+            self.console.event("initwarm.cache.read_only", message=str(volume.obstacle))
+        survey = gpus.visible_gpus(self.environ)
+        self._set_child_environment(device, survey)
+        if device == "cuda" and survey.count == 0:
+            return volume.obstacle, UnavailableError(
+                "The plan needs a GPU and this container sees none.",
+                f"{survey.problem} Nothing was tuned; a CPU is never used instead.",
+                "Give the init container the same nvidia.com/gpu limit (or resource claim) as the serving container.",
+            )
+        if device == "cuda" and survey.problem is not None:
+            # torch is asked later; a default would be a guess.
+            self.console.event("initwarm.gpu.unclear", message=survey.problem)
+        return volume.obstacle, None
 
     def _set_child_environment(self, device: str, survey: gpus.GpuSurvey) -> None:
         """FlashInfer initialises CUDA while it is imported unless it is told the architectures (0.7.2.post1, 0.7.4)."""
@@ -192,62 +219,64 @@ class Agent:
         return outcome
 
     def _follow(self, process: Any, starter: threading.Thread, conn: Any, spec: entry.RunSpec) -> Outcome:
+        """Listen until the coordinator has ended; what it has said of the outcome before holds whatever comes then."""
         with selectors.DefaultSelector() as selector:
             selector.register(self.wake_read, selectors.EVENT_READ)
             selector.register(self.console.captured, selectors.EVENT_READ)
             selector.register(conn, selectors.EVENT_READ)
             while True:
-                if self.stopping:
-                    return self._say_goodbye(process, conn)
-                if time.monotonic() >= spec.deadline:
-                    raise errors.BarrierError(
-                        f"The deadline of {self.settings.deadline_seconds:g} s passed and the run had not ended.",
-                        "No engine file is visible.",
-                        "Raise --deadline; finished bundles stay in the cache.",
-                    )
+                if self.stopping or time.monotonic() >= spec.deadline:
+                    return self.heard or self._cut_short(process, conn)
                 ready = {key.fileobj for key, _ in selector.select(min(1.0, spec.deadline - time.monotonic()))}
                 if self.wake_read in ready:
                     with contextlib.suppress(BlockingIOError):
                         os.read(self.wake_read, 4096)
                 if self.console.captured in ready:
                     self.console.forward_output()
-                if conn in ready:
-                    outcome = self._hear(conn)
-                    if outcome is not None:
-                        return outcome
+                if conn in ready and not self._hear(conn):
+                    selector.unregister(conn)
+                    conn.close()
                 if not starter.is_alive() and not _is_alive(process):
-                    return self._coordinator_lost(process, conn)
+                    return self._last_word(process, conn)
 
-    def _hear(self, conn: Any) -> Outcome | None:
-        """Take one message of the coordinator: an event, progress, or the outcome."""
+    def _hear(self, conn: Any) -> bool:
+        """Take one message of the coordinator: an event, progress, the outcome; False if there will be no more."""
         try:
             message = conn.recv()
         except (EOFError, OSError):
-            return None
+            return False
         if isinstance(message, Outcome):
-            return message
-        if isinstance(message, InitwarmError):
+            self.heard = message
+        elif isinstance(message, InitwarmError):
             raise message
-        kind, fields = message
-        if kind == "progress":
-            self.console.progress(**fields)
+        elif message[0] == "progress":
+            self.console.progress(**message[1])
         else:
-            self.console.event(kind, **fields)
-        return None
+            self.console.event(message[0], **message[1])
+        return True
 
-    def _coordinator_lost(self, process: Any, conn: Any) -> Outcome:
-        while conn.poll(0):
-            outcome = self._hear(conn)
-            if outcome is not None:
-                return outcome
-            if conn.closed or not conn.poll(0):
-                break
+    def _last_word(self, process: Any, conn: Any) -> Outcome:
+        """What an ended coordinator has said of the outcome, or that it was lost."""
+        while not conn.closed and conn.poll(0) and self._hear(conn):
+            pass
+        if self.heard is not None:
+            return self.heard
         self.console.forward_output()
         raise UnavailableError(
             f"The process that imports torch and FlashInfer ended with {_describe_exit(process)}"
             f"{self.console.last_output()}.",
             "Nothing was tuned.",
             "Try `python3 -c 'import torch, flashinfer'` in this image, and look at the container's memory limit.",
+        )
+
+    def _cut_short(self, process: Any, conn: Any) -> Outcome:
+        """The deadline or a signal came first."""
+        if self.stopping:
+            return self._say_goodbye(process, conn)
+        raise errors.BarrierError(
+            f"The deadline of {self.settings.deadline_seconds:g} s passed and the run had not ended.",
+            "No engine file is visible.",
+            "Raise --deadline; finished bundles stay in the cache.",
         )
 
     def _say_goodbye(self, process: Any, conn: Any) -> Outcome:
@@ -257,15 +286,17 @@ class Agent:
                 os.kill(process.pid, signal.SIGTERM)
             end = time.monotonic() + FAREWELL_SECONDS
             while _is_alive(process) and time.monotonic() < end:
-                if conn.poll(0.02) and self._hear(conn) is not None:
+                if not conn.closed and conn.poll(0.02) and not self._hear(conn):
                     break
         raise Stopped("SIGTERM arrived before the run had ended.", "No engine file is visible.")
 
     def _finish(self, outcome: Outcome) -> int:
         """Leave the engine root true to the outcome, say it everywhere, and hand over."""
         if outcome.outcome != report.WARM and self.engine_root is not None:
-            with contextlib.suppress(VolumeError):
+            try:
                 self.engine_root.empty()
+            except VolumeError as problem:
+                self.console.event("initwarm.engine_root.not_emptied", message=str(problem))
         if self.scratch is not None:
             shutil.rmtree(self.scratch, ignore_errors=True)
         outcome = _timed(outcome, time.monotonic() - self.started)
@@ -291,8 +322,10 @@ class Agent:
     def _hand_over(self) -> int:
         """Become the command, with the environment and the signal handlers that this process was started with."""
         signal.set_wakeup_fd(-1)
-        for number in (signal.SIGTERM, signal.SIGINT):
+        # Python ignores the last two, and what is ignored stays so in the command.
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)
+        processes.be_subreaper(False)
         if self.stopping:
             return errors.STOPPED
         command = list(self.settings.command)

@@ -15,6 +15,8 @@ from typing import Any
 
 from initwarm.report import event_as_json, event_as_text
 
+#: Read at a time from the children, and the longest line of theirs that is kept whole.
+CHUNK_BYTES = 1 << 16
 #: Lines of the children that are kept for the message when they die without a word.
 REMEMBERED_LINES = 20
 
@@ -90,7 +92,9 @@ class Console:
             os.dup2(saved, target)
             os.close(saved)
         self._saved = None
-        self.forward_output()
+        # A pipe holds at most 16 pieces of this size, and nobody writes any more.
+        for _ in range(16):
+            self.forward_output()
         if self._partial:
             self._forward(self._partial)
             self._partial = b""
@@ -98,17 +102,19 @@ class Console:
         self.captured = -1
 
     def forward_output(self) -> None:
-        """Turn what the children printed into events, whole lines only."""
-        while True:
-            try:
-                chunk = os.read(self.captured, 65536)
-            except (BlockingIOError, OSError):
-                return
-            if not chunk:
-                return
-            *lines, self._partial = (self._partial + chunk).split(b"\n")
-            for line in lines:
-                self._forward(line)
+        """Turn a piece of what the children printed into events, whole lines only.
+
+        One piece a call: a child that prints without end must not keep the agent from a signal or its deadline.
+        """
+        try:
+            chunk = os.read(self.captured, CHUNK_BYTES)
+        except OSError:
+            return
+        *lines, self._partial = (self._partial + chunk).split(b"\n")
+        if len(self._partial) > CHUNK_BYTES:
+            lines, self._partial = [*lines, self._partial], b""
+        for line in lines:
+            self._forward(line)
 
     def last_output(self) -> str:
         """The last lines that the children printed, for the message of a failure."""

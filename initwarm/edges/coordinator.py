@@ -6,6 +6,7 @@ decides what follows. Whatever happens, all pods hear one end with one first cau
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -36,6 +37,8 @@ PROGRESS_SECONDS = 0.2
 #: The part of the deadline that a pod may be missing for.
 JOIN_SHARE = 0.5
 GOODBYE_SECONDS = 10.0
+FAREWELL_SECONDS = 1.0
+LAST_SECONDS = 0.5
 
 
 def main(spec: RunSpec, conn: Connection, inherited: tuple[str, ...]) -> None:
@@ -54,7 +57,7 @@ def main(spec: RunSpec, conn: Connection, inherited: tuple[str, ...]) -> None:
     def show(done: int, total: int, note: str) -> None:
         conn.send(("progress", {"done": done, "total": total, "note": note}))
 
-    conn.send(Coordinator(spec, say, show, lambda: bool(stopping)).run())
+    Coordinator(spec, say, show, conn.send, lambda: bool(stopping)).run()
 
 
 class Coordinator:
@@ -65,15 +68,20 @@ class Coordinator:
         spec: RunSpec,
         say: Callable[..., None],
         show: Callable[[int, int, str], None],
+        tell: Callable[[Outcome], None],
         is_stopping: Callable[[], bool],
     ) -> None:
         self.spec = spec
         self.say = say
         self.show = show
+        self.tell = tell
         self.is_stopping = is_stopping
         self.member = Member(spec, say)
         self.pod = Pod(spec, say, self.pump)
         self.pod.note = self.member.note
+        #: Of the group, once its pods have said how long each has left.
+        self.deadline = spec.deadline
+        self.join_end = spec.deadline
         self.phase_end = spec.deadline
         self.phase_error: InitwarmError = BarrierError("The deadline passed.")
         self.waiting_for: tuple[int, ...] = ()
@@ -84,8 +92,8 @@ class Coordinator:
         self._last_progress = time.monotonic()
         self._shown: tuple[int, int, str] | None = None
 
-    def run(self) -> Outcome:
-        """Take the pod through the round; never raises."""
+    def run(self) -> None:
+        """Take the pod through the round and tell its outcome; never raises."""
         try:
             end = self._round()
         except GroupEnded as ended:
@@ -96,12 +104,16 @@ class Coordinator:
             trace = traceback.format_exc()
             self.say("initwarm.bug", message=trace)
             end = self._end_of(InitwarmError(f"initwarm failed: {type(problem).__name__}: {problem}\n{trace}"))
+        # Before the goodbyes: the agent must know it even if the deadline passes in between.
+        self.tell(self._outcome(end))
         self._close(end)
-        return self._outcome(end)
 
     def _round(self) -> dict[str, Any]:
-        self.pod.probe()
+        # Joined first, so that what keeps this pod from taking part ends the round for all.
         self._join()
+        if self.spec.failure is not None:
+            raise self.spec.failure
+        self.pod.probe()
         self.say("initwarm.group.joined", message=f"joined epoch {self.member.epoch}", epoch=self.member.epoch)
         self.pod.environment = self._collective_environment()
         hello = self._hello()
@@ -112,6 +124,7 @@ class Coordinator:
 
     def _join(self) -> None:
         """Open the channel, or look for the leader until joining has taken its share of the deadline."""
+        self.join_end = time.monotonic() + self.join_seconds()
         if self.member.is_leader:
             self.member.open()
             return
@@ -151,7 +164,10 @@ class Coordinator:
             identity=self.pod.probed.identity,
             features=self.pod.probed.features,
             devices=self.pod.probed.devices,
-            holding=None if held is None else Holding(held.digest, held.generation),
+            seconds_left=self.deadline - time.monotonic(),
+            holding=None
+            if held is None
+            else Holding(held.digest, held.generation, held.bundle.world_size, held.bundle.rank_free),
         )
 
     def _follow(self) -> dict[str, Any]:
@@ -159,7 +175,7 @@ class Coordinator:
         number = 0
         while True:
             self.begin_phase(
-                self.spec.deadline - time.monotonic() - MARGIN_SECONDS,
+                self.deadline - time.monotonic() - MARGIN_SECONDS,
                 BarrierError("The deadline passed and the leader had not announced the end.", "Nothing is warm."),
             )
             step = self.wait_for(lambda number=number: self.member.step(number), what=(0,))  # type: ignore[misc]
@@ -168,7 +184,7 @@ class Coordinator:
 
     def begin_phase(self, seconds: float, error: InitwarmError) -> None:
         """Bound what follows, within the deadline; the error is raised when the bound ends."""
-        self.phase_end = min(time.monotonic() + seconds, self.spec.deadline - MARGIN_SECONDS)
+        self.phase_end = min(time.monotonic() + seconds, self.deadline - MARGIN_SECONDS)
         self.phase_error = error
 
     def wait_for(self, look: Callable[[], Any], what: tuple[int, ...], pause: float = POLL_SECONDS) -> Any:
@@ -257,7 +273,7 @@ class Coordinator:
 
     def _hear_end(self) -> Mapping[str, Any] | None:
         limit = time.monotonic() + 2 * GROUP_CHECK_SECONDS + 2
-        while time.monotonic() < min(limit, self.spec.deadline):
+        while time.monotonic() < min(limit, self.deadline):
             text = self.member.channel.read("end")
             if text is not None:
                 return dict(json.loads(text))
@@ -265,26 +281,28 @@ class Coordinator:
         return None
 
     def _close(self, end: Mapping[str, Any]) -> None:
-        """End the workers, and keep the store open until every living pod has heard the end."""
-        self.pod.close()
-        if not self.member.is_joined:
-            return
-        try:
-            if not self.member.is_leader:
+        """End the workers, and keep the store open until every pod has heard the end."""
+        with contextlib.suppress(InitwarmError):
+            if self.member.is_joined and not self.member.is_leader:
                 self.member.leave(None)
+        self.pod.close()
+        with contextlib.suppress(InitwarmError):
+            if self.member.is_joined and self.member.is_leader:
+                self._wait_for_goodbyes(end)
+        self.member.close()
+
+    def _wait_for_goodbyes(self, end: Mapping[str, Any]) -> None:
+        """Pods that have not joined yet are waited for as long as joining may take, so that they hear the end too."""
+        patience = FAREWELL_SECONDS if end["outcome"] == report.STOPPED else GOODBYE_SECONDS
+        limit = time.monotonic() + patience
+        others = range(1, self.spec.topology.num_nodes)
+        while time.monotonic() < self.spec.deadline - LAST_SECONDS:
+            waiting = [one for one in others if not self.member.has_left(one)]
+            absent = [one for one in waiting if not self.member.is_present(one)]
+            is_late = end["outcome"] == report.STOPPED or time.monotonic() > self.join_end
+            if not waiting or (time.monotonic() > limit and (is_late or not absent)) or (is_late and waiting == absent):
                 return
-            patience = 1.0 if end["outcome"] == report.STOPPED else GOODBYE_SECONDS
-            limit = time.monotonic() + patience
-            others = range(1, self.spec.topology.num_nodes)
-            while time.monotonic() < limit:
-                present = [one for one in others if self.member.channel.read(f"place/{one}") is not None]
-                if all(self.member.has_left(one) for one in present):
-                    break
-                time.sleep(POLL_SECONDS)
-        except InitwarmError:
-            return
-        finally:
-            self.member.close()
+            time.sleep(POLL_SECONDS)
 
     def _outcome(self, end: Mapping[str, Any]) -> Outcome:
         is_warm = end["outcome"] == report.WARM
@@ -295,7 +313,7 @@ class Coordinator:
             reason=end["reason"],
             exit_code=end["exit_code"],
             first_failure=None if failure is None else Failure(**failure),
-            ranks=self.pod.ranks if probed is not None else (),
+            ranks=self.pod.ranks,
             world_size=end.get("world_size"),
             strategy=end["strategy"],
             tuned=self.pod.tuned,

@@ -41,6 +41,7 @@ class RunSpec:
         start_method: `forkserver` or `spawn`.
         key: what bundles are authenticated with, or None.
         obstacle: why the cache volume can be read and not written, or None.
+        failure: why this pod cannot take part, which its group has to hear, or None.
     """
 
     settings: Settings
@@ -54,6 +55,7 @@ class RunSpec:
     start_method: str
     key: bytes | None
     obstacle: VolumeError | None
+    failure: InitwarmError | None
 
 
 def settle() -> None:

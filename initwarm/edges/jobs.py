@@ -6,6 +6,7 @@ in a thread of its own, off the main thread, because elastic replaces the signal
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import multiprocessing
@@ -36,6 +37,7 @@ class JobEnd:
         local_rank: whose job it was.
         result: what the worker sent, or None.
         error: the message and the end of the traceback, or how the process was lost.
+        is_lost: the process ended without a word, as by a signal.
         kind: name of the error's class in `initwarm.errors`, or None if the process was lost or raised another.
         last_note: what the worker last said that it was doing.
         moment: when it ended, on this machine's monotonic clock.
@@ -46,6 +48,7 @@ class JobEnd:
     error: str | None = None
     kind: str | None = None
     last_note: Any = None
+    is_lost: bool = False
     moment: float = field(default_factory=time.monotonic)
 
 
@@ -91,8 +94,9 @@ class Job:
         self._thread.start()
 
     def order(self, message: Any) -> None:
-        """Send the worker a message."""
-        self._conn.send(message)
+        """Send the worker a message; one that is gone says so by its end."""
+        with contextlib.suppress(OSError):
+            self._conn.send(message)
 
     @property
     def result(self) -> Any:
@@ -151,8 +155,8 @@ class Job:
             failure = ended.failures.get(0)
             if failure is None:
                 return JobEnd(self.local_rank, self._result, last_note=self._last_note)
-            error, kind = _explain(failure)
-            return JobEnd(self.local_rank, self._result, error, kind, self._last_note)
+            error, kind, is_lost = _explain(failure)
+            return JobEnd(self.local_rank, self._result, error, kind, self._last_note, is_lost)
 
     def _listen(self) -> None:
         """Take what the worker has said; waits a moment if that is nothing."""
@@ -174,19 +178,19 @@ class Job:
             self._conn.close()
 
 
-def _explain(failure: Any) -> tuple[str, str | None]:
+def _explain(failure: Any) -> tuple[str, str | None, bool]:
     """The worker's own words, from elastic's error file, or how the process was lost."""
     try:
         message = json.loads(Path(failure.error_file).read_text())["message"]
     except (OSError, ValueError, KeyError, TypeError):
-        return f"the worker process was lost: {_exit_name(failure.exitcode)}", None
+        return f"the worker process was lost: {_exit_name(failure.exitcode)}", None, True
     trace = str(message["extraInfo"]["py_callstack"]) if isinstance(message, dict) else str(message)
     text = str(message["message"]) if isinstance(message, dict) else trace
     name, _, sentence = text.partition(": ")
     known = getattr(errors, name, None)
     if isinstance(known, type) and issubclass(known, errors.InitwarmError):
-        return sentence, name
-    return trace.strip() or text, None
+        return sentence, name, False
+    return trace.strip() or text, None, False
 
 
 def _exit_name(code: int) -> str:

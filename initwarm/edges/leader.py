@@ -47,6 +47,10 @@ class Leader:
     def lead(self) -> dict[str, Any]:
         """Take the group to one end and announce it."""
         hellos, decision = self._agree()
+        # The pod that started first has the least time left; its end must not come as a surprise to the others.
+        self.coordinator.deadline = min(
+            self.coordinator.deadline, time.monotonic() + min(hello.seconds_left for hello in hellos)
+        )
         counts = [hello.nproc for hello in hellos]
         self.offsets = rank_offsets(counts)
         self.world_size = sum(counts)

@@ -194,6 +194,10 @@ class Member:
         """Whether this pod has said goodbye."""
         return self.channel.read(f"gone/{node_rank}") is not None
 
+    def is_present(self, node_rank: int) -> bool:
+        """Whether a pod has taken this place."""
+        return self.channel.read(f"place/{node_rank}") is not None
+
     def check_group(self) -> None:
         """Raise if the round has ended, or cannot go on because somebody is gone.
 

@@ -20,7 +20,7 @@ from initwarm.edges.entry import RunSpec
 from initwarm.edges.jobs import Job, JobEnd
 from initwarm.edges.tuning import Tactic, TuneResult
 from initwarm.edges.volume import CacheVolume, StoredBundle
-from initwarm.errors import InitwarmError, VolumeError, error_named
+from initwarm.errors import InitwarmError, LostRankError, VolumeError, error_named
 from initwarm.identity import Identity
 
 Say = Callable[..., None]
@@ -51,6 +51,7 @@ class Pod:
         self.volume = CacheVolume(Path(spec.settings.cache_root), spec.key)
         self.engine_root = EngineRoot(Path(spec.engine_root))
         self.first_rank = 0
+        self.is_placed = False
         self.held: StoredBundle | None = None
         self.tuned = 0
         self.replayed = 0
@@ -76,8 +77,14 @@ class Pod:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """This pod's ranks in the group."""
-        return tuple(range(self.first_rank, self.first_rank + len(self.probed.identity)))
+        """This pod's ranks in the group; none before they are known."""
+        if not self.is_placed or self._probe is None:
+            return ()
+        return tuple(range(self.first_rank, self.first_rank + len(self._probe.identity)))
+
+    def place(self, first_rank: int) -> None:
+        """Say which ranks are this pod's; known when all pods have said how many they have."""
+        self.first_rank, self.is_placed = first_rank, True
 
     def probe(self) -> None:
         """Find out what this pod has; in a spawned process where a forked one cannot use the GPU."""
@@ -219,6 +226,13 @@ class Pod:
 
     def meet(self, group_of: Callable[[int], GroupSpec]) -> None:
         """Send every proven rank into the barrier."""
+        for job in self._provers:
+            if job.end is not None:
+                raise LostRankError(
+                    f"Rank {job.local_rank + self.first_rank} was lost after its replay: {job.end.error}.",
+                    "The barrier was not passed.",
+                    "Look at the pod's memory limit and its GPU.",
+                ).at(job.local_rank + self.first_rank, self.spec.pod)
         for job in self._provers:
             job.order(worker.Order(group_of(job.local_rank + self.first_rank)))
         self._wait(self._provers)

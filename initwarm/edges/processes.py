@@ -18,9 +18,9 @@ from pathlib import Path
 PR_SET_CHILD_SUBREAPER = 36
 
 
-def become_subreaper() -> None:
+def be_subreaper(is_wanted: bool) -> None:
     """Have orphaned descendants handed to this process; PID 1 of a container is handed them anyway."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, int(is_wanted), 0, 0, 0)
 
 
 def descendants() -> list[int]:

@@ -54,24 +54,24 @@ class Steps:
 
     def _do_tune(self, step: Step) -> dict[str, Any]:
         data = step.data
-        self.pod.first_rank = data["offsets"][self.spec.topology.node_rank]
+        self.pod.place(data["offsets"][self.spec.topology.node_rank])
         self.coordinator.begin_phase(self.tune_seconds(), TuningTimeout("Tuning did not end before the deadline."))
         ends = self.pod.tune(data, lambda rank: self._lockstep_group(data, rank))
-        answers: dict[str, Any] = {}
-        for rank, end in ends.items():
-            if isinstance(end.result, TuneResult) and end.error is None:
-                answers[str(rank)] = self._tuned(end.result)
-            elif end.kind is None and end.last_note is not None and end.last_note[1].tactic is not None:
-                return {"lost": {"rank": rank, "tactic": vars(end.last_note[1].tactic), "what": end.error}}
         failed = sorted(
-            (end.moment, rank) for rank, end in ends.items() if end.error is not None and end.error != STOPPED
+            ((end.moment, rank) for rank, end in ends.items() if end.error not in (None, STOPPED)),
+            key=lambda one: one[0],
         )
         if failed:
-            self._raise_cause(ends, failed[0][1], is_lockstep=data["strategy"] == "lockstep")
+            return self._lost_to_a_tactic(ends, failed[0][1], is_lockstep=data["strategy"] == "lockstep")
+        results = {rank: end.result for rank, end in ends.items() if isinstance(end.result, TuneResult)}
+        answers = {str(rank): self._tuned(result) for rank, result in results.items()}
         return {"ranks": answers}
 
-    def _raise_cause(self, ends: Mapping[int, JobEnd], earliest: int, is_lockstep: bool) -> None:
-        """Raise for the rank that failed first, or for the one that the others waited for."""
+    def _lost_to_a_tactic(self, ends: Mapping[int, JobEnd], earliest: int, is_lockstep: bool) -> dict[str, Any]:
+        """The answer of a pod that lost a worker to a tactic; raises for whatever else was first or stood still."""
+        end = ends[earliest]
+        if end.is_lost and end.last_note is not None and end.last_note[1].tactic is not None:
+            return {"lost": {"rank": earliest, "tactic": vars(end.last_note[1].tactic), "what": end.error}}
         still = [rank for rank, end in ends.items() if end.error == STOPPED]
         if is_lockstep and still:
             note = ends[still[0]].last_note
@@ -81,11 +81,11 @@ class Steps:
                 "The round ended.",
                 "Look at that GPU and its process; --strategy leader and independent do not wait while they measure.",
             ).at(still[0], self.spec.pod)
-        raise error_of(ends[earliest], earliest, self.spec.pod)
+        raise error_of(end, earliest, self.spec.pod)
 
     def tune_seconds(self) -> float:
         """How long tuning may take, so that proof and barrier still fit before the deadline."""
-        rest = self.spec.deadline - time.monotonic() - MARGIN_SECONDS
+        rest = self.coordinator.deadline - time.monotonic() - MARGIN_SECONDS
         return rest - min(PROOF_SECONDS, rest * PROOF_SHARE)
 
     def _tuned(self, result: TuneResult) -> dict[str, Any]:
@@ -119,7 +119,7 @@ class Steps:
     def _do_adopt(self, step: Step) -> dict[str, Any]:
         """Have the bundle's bytes, from the volume or from the pod that holds them, and fill the engine root."""
         data = step.data
-        self.pod.first_rank = data["offsets"][self.spec.topology.node_rank]
+        self.pod.place(data["offsets"][self.spec.topology.node_rank])
         self.coordinator.begin_phase(
             self.tune_seconds(), TuningTimeout("The bundle did not arrive before the deadline.")
         )
@@ -159,7 +159,7 @@ class Steps:
 
     def _do_prove(self, _step: Step) -> dict[str, Any]:
         self.coordinator.begin_phase(
-            self.spec.deadline - time.monotonic() - MARGIN_SECONDS,
+            self.coordinator.deadline - time.monotonic() - MARGIN_SECONDS,
             TuningTimeout("The replay did not end before the deadline."),
         )
         return {"problems": self.pod.prove()}

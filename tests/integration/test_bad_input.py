@@ -51,6 +51,17 @@ def test_an_invalid_plan_is_refused_with_its_place(
     refused(pod, 78, *texts)
 
 
+@pytest.mark.parametrize("flags", [["--plan", "/nowhere.yaml"], ["--deadline", "soon"], ["--node-rank", "7"]])
+def test_a_refused_run_leaves_nothing_of_the_last_life(pod_server: PodServer, tmp_path: Path, flags: list[str]) -> None:
+    group = Group(pod_server, tmp_path)
+    group.assert_warm(group.run(), tuned=True)
+
+    (pod,) = group.run(*flags)
+
+    refused(pod, 78)
+    assert group.files(0) == {}
+
+
 @pytest.mark.parametrize(
     ("environ", "texts"),
     [
@@ -240,7 +251,11 @@ def test_the_off_switch_empties_the_engine_root_and_starts_nothing(pod_server: P
 
 def test_the_command_takes_the_agent_s_place_with_its_own_environment(pod_server: PodServer, tmp_path: Path) -> None:
     seen = tmp_path / "seen"
-    script = f"import os, json; json.dump([os.getpid(), dict(os.environ)], open({str(seen)!r}, 'w')); exit(7)"
+    script = (
+        "import ctypes, json, os; flag = ctypes.c_int(); ctypes.CDLL(None).prctl(37, ctypes.byref(flag), 0, 0, 0); "
+        "ignored = [line.split()[1] for line in open('/proc/self/status') if line.startswith('SigIgn')]; "
+        f"json.dump([os.getpid(), dict(os.environ), flag.value, ignored], open({str(seen)!r}, 'w')); exit(7)"
+    )
     group = Group(pod_server, tmp_path)
     port_arguments = ["--nproc-per-node", "1", "--cache-root", str(tmp_path / "cache"), "--engine-root"]
 
@@ -253,9 +268,12 @@ def test_the_command_takes_the_agent_s_place_with_its_own_environment(pod_server
     )
 
     assert pod.wait() == 7, pod.log
-    pid, environ = json.loads(seen.read_text())
+    pid, environ, is_subreaper, (ignored,) = json.loads(seen.read_text())
     assert pid == pod.pid
     assert environ["OWN"] == "kept"
+    assert is_subreaper == 0
+    # The new Python ignores SIGPIPE (13) and SIGXFSZ (25) by itself; nothing else was handed down.
+    assert int(ignored, 16) == 1 << 12 | 1 << 24
     assert "FLASHINFER_CUDA_ARCH_LIST" not in environ
     assert pod.message["outcome"] == "warm"
 

@@ -144,6 +144,46 @@ def test_pods_of_different_images_end_with_what_differs_and_both_values(
     group.assert_nothing_visible(pods)
 
 
+def test_a_pod_that_cannot_take_part_ends_the_round_alike_for_all(pod_server: PodServer, tmp_path: Path) -> None:
+    (tmp_path / "cache-1").write_text("a file")
+    group = Group(pod_server, tmp_path, 2, 1, ["--deadline", "40"], has_own_roots=True)
+
+    pods = group.run()
+
+    for pod in pods:
+        assert (pod.status, pod.message["outcome"]) == (0, "cold"), pod.log
+        assert "cache-1" in pod.message["reason"]
+        assert pod.message["first_failure"]["pod"] == "pod-1-life-1"
+        assert pod.message["seconds"] < 20
+    for node in range(2):
+        assert group.files(node) == {}
+
+
+def test_a_leader_that_cannot_take_part_tells_pods_that_come_later(pod_server: PodServer, tmp_path: Path) -> None:
+    (tmp_path / "cache-0").write_text("a file")
+    group = Group(pod_server, tmp_path, 2, 1, ["--deadline", "60"], has_own_roots=True)
+    port = free_port()
+    leader = group.start_pod(0, port)
+    leader.wait_for("initwarm.coordinator.started")
+    threading.Event().wait(1)
+
+    follower = group.start_pod(1, port)
+
+    for pod in (leader, follower):
+        assert (pod.wait(), pod.message["outcome"]) == (0, "cold"), pod.log
+        assert "cache-0" in pod.message["reason"]
+
+
+def test_ranks_are_not_named_before_they_are_known(pod_server: PodServer, tmp_path: Path) -> None:
+    group = Group(pod_server, tmp_path, 2, 2, ["--deadline", "40"])
+    port = free_port()
+
+    pods = [group.start_pod(0, port), group.start_pod(1, port, "--check-outputs")]
+
+    assert [pod.wait() for pod in pods] == [78, 78]
+    assert [pod.message["ranks"] for pod in pods] == [[], []]
+
+
 def test_a_leader_of_another_group_is_refused(pod_server: PodServer, tmp_path: Path) -> None:
     group = Group(pod_server, tmp_path, 2, 1, ["--deadline", "10"])
     port = free_port()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.groups import Group
-from tests.support.pods import Pod, PodServer
+from tests.support.pods import Pod, PodServer, free_port
 
 
 def plan_file(directory: Path, *calls: dict[str, Any], name: str = "plan.json") -> list[str]:
@@ -354,6 +354,105 @@ def test_r21_a_run_warns_of_what_its_server_will_miss(pod_server: PodServer, tmp
     warning = pod.events("initwarm.plan.uncovered")[0]["message"]
     assert "miss at 5..6 tokens" in warning
     assert "{max: 8}" in warning
+
+
+def test_a_killed_coordinator_ends_its_pod_at_once(pod_server: PodServer, tmp_path: Path) -> None:
+    flags = plan_file(tmp_path, {"seconds": 20})
+    group = Group(pod_server, tmp_path, 1, 1, [*flags, "--on-tuning-failure", "fail"])
+    (pod,) = group.start()
+    pod.wait_for("initwarm.step.announced")
+    _youngest_when_there_are(pod, 5)
+
+    os.kill(_coordinator(pod), signal.SIGKILL)
+
+    assert pod.wait(10) == 69
+    assert "SIGKILL (out of memory?)" in pod.message["reason"]
+    group.assert_nothing_visible([pod])
+
+
+def _coordinator(pod: Pod) -> int:
+    """The fork server is the agent's only child with children; the oldest of these is the coordinator."""
+    parents = {process: _parent(process) for process in pod.processes()}
+    (server,) = {parent for process, parent in parents.items() if parents.get(parent) == pod.pid}
+    return min(process for process, parent in parents.items() if parent == server)
+
+
+def _parent(process: int) -> int:
+    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+@pytest.mark.parametrize("fault", [{"error": "the very cause", "error_rank": 1}, {"abort": 0, "abort_rank": 1}])
+def test_a_rank_that_was_only_stopped_is_not_taken_for_the_cause(
+    pod_server: PodServer, tmp_path: Path, fault: dict[str, Any]
+) -> None:
+    slow = {"name": "slow", "tactics": 20, "seconds": 0.3, "buckets": [1], "ranks": [0]}
+    bad = {"name": "bad", "tactics": 2, "buckets": [1], "ranks": [1], **fault}
+    group = Group(pod_server, tmp_path, 1, 2, [*plan_file(tmp_path, bad, slow), "--strategy", "independent"])
+
+    (pod,) = group.run()
+
+    if "abort" in fault:
+        group.assert_warm([pod], tuned=True)
+        assert [event["tactic"]["op"] for event in pod.events("initwarm.tactic.excluded")] == ["faults::bad"]
+    else:
+        assert pod.message["outcome"] == "cold"
+        assert pod.message["first_failure"]["rank"] == 1
+        assert "the very cause" in pod.message["first_failure"]["what"]
+        assert not pod.events("initwarm.tactic.excluded")
+
+
+def test_a_child_that_prints_without_end_does_not_keep_the_agent_from_sigterm(
+    pod_server: PodServer, tmp_path: Path
+) -> None:
+    group = Group(pod_server, tmp_path, 1, 2, [*plan_file(tmp_path, {"prints": True}), "--strategy", "independent"])
+    (pod,) = group.start()
+    pod.wait_for("initwarm.process.printed")
+
+    pod.signal(signal.SIGTERM)
+
+    assert pod.wait(8) == 143
+    group.assert_nothing_visible([pod])
+
+
+def test_a_rank_lost_between_its_replay_and_the_barrier_is_named(pod_server: PodServer, tmp_path: Path) -> None:
+    flags = plan_file(tmp_path, {"pause": 4, "pause_rank": 1, "buckets": [1]})
+    group = Group(pod_server, tmp_path, 2, 1, [*flags, "--strategy", "leader", "--deadline", "60"])
+    leader, follower = group.start()
+    leader.wait_for_text('"message": "prove"')
+    worker = _youngest_when_there_are(leader, 5)
+    threading.Event().wait(1.5)
+
+    os.kill(worker, signal.SIGKILL)
+
+    assert [leader.wait(40), follower.wait(40)] == [75, 75]
+    for pod in (leader, follower):
+        assert "Rank 0 was lost after its replay" in pod.message["reason"]
+    group.assert_nothing_visible([leader, follower])
+
+
+def test_a_replay_that_hangs_ends_alike_on_all_pods(pod_server: PodServer, tmp_path: Path) -> None:
+    flags = plan_file(tmp_path, {"pause": 100, "pause_rank": 1, "deaf": True, "buckets": [1]})
+    group = Group(pod_server, tmp_path, 2, 1, [*flags, "--strategy", "leader", "--deadline", "16"])
+
+    pods = group.run()
+
+    assert [(pod.status, pod.message["outcome"]) for pod in pods] == [(0, "cold"), (0, "cold")], pods[0].log
+    assert len({pod.message["reason"] for pod in pods}) == 1
+    group.assert_nothing_visible(pods)
+
+
+def test_the_pod_that_started_first_sets_the_group_s_deadline(pod_server: PodServer, tmp_path: Path) -> None:
+    flags = plan_file(tmp_path, {"seconds": 30})
+    group = Group(pod_server, tmp_path, 2, 1, [*flags, "--strategy", "leader", "--deadline", "20"])
+    port = free_port()
+    follower = group.start_pod(1, port)
+    threading.Event().wait(7)
+
+    leader = group.start_pod(0, port)
+
+    for pod in (leader, follower):
+        assert (pod.wait(30), pod.message["outcome"]) == (0, "cold"), pod.log
+        assert "Tuning did not end before the deadline" in pod.message["reason"]
 
 
 def test_r22_nothing_to_tune_is_warm(pod_server: PodServer, tmp_path: Path) -> None:

@@ -12,10 +12,13 @@ It is found through the entry point group `initwarm.calls`, as a package of a us
     wrong         tactic that is the fastest and gives wrong numbers
     builds        the winner's kernel is built into FlashInfer's JIT directory when it first runs
     rank_in_key   the rank is part of the cache key
+    prints        the op prints without end
+    pause         seconds that the op waits on `pause_rank`; with `deaf`, it ignores SIGTERM meanwhile
     error         text of an exception that the op itself raises, on `error_rank`
 """
 
 import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -93,6 +96,12 @@ def recipe(unit: Any, device: torch.device) -> Callable[[], Any]:
     def call() -> Any:
         if options.get("error") and options.get("error_rank", rank()) == rank():
             raise LookupError(options["error"])
+        while options.get("prints"):
+            os.write(1, b"x\n" * 30_000)
+        if options.get("pause") and options.get("pause_rank") == rank():
+            if options.get("deaf"):
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            time.sleep(options["pause"])
         chosen, tactic = AutoTuner.get().choose_one(op, [runner], CONFIG, [x])
         return chosen([x], tactic=tactic)
 

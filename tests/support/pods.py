@@ -67,6 +67,15 @@ class Pod:
             pause.wait(0.02)
         raise AssertionError(f"{self.name} did not say {event}:\n{self.log}")
 
+    def wait_for_text(self, text: str, timeout_seconds: float = PATIENCE_SECONDS) -> None:
+        """Until the pod has printed this."""
+        pause = threading.Event()
+        for _ in range(int(timeout_seconds / 0.02)):
+            if text in self.log:
+                return
+            pause.wait(0.02)
+        raise AssertionError(f"{self.name} did not print {text}:\n{self.log}")
+
     def signal(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)
 

@@ -38,6 +38,7 @@ def hello(node_rank: int = 0, **changes: object) -> Hello:
         identity=({"gpu": "H200", "flashinfer_version": "0.7.4"},),
         features={"has_store": True},
         devices=("cpu",),
+        seconds_left=500.0,
     )
     return dataclasses.replace(base, **changes)  # type: ignore[arg-type]
 
@@ -47,13 +48,13 @@ def test_nobody_holds_a_bundle_so_every_rank_starts_cold() -> None:
 
 
 def test_r1_what_one_rank_holds_all_ranks_adopt() -> None:
-    held = Holding("d" * 64, 3)
+    held = Holding("d" * 64, 3, 3, True)
 
     assert verdict([hello(0), hello(1), hello(2, holding=held)]) == Adopt("d" * 64, 3, holder=2)
 
 
 def test_the_newest_generation_wins_and_ties_go_by_digest() -> None:
-    holdings = [None, Holding("a" * 64, 2), Holding("c" * 64, 2), Holding("z" * 64, 1)]
+    holdings = [None, Holding("a" * 64, 2, 3, True), Holding("c" * 64, 2, 3, True), Holding("z" * 64, 1, 3, True)]
 
     verdicts = {
         verdict([hello(node, holding=held) for node, held in enumerate(order)]).digest  # type: ignore[union-attr]
@@ -61,6 +62,13 @@ def test_the_newest_generation_wins_and_ties_go_by_digest() -> None:
     }
 
     assert verdicts == {"c" * 64}
+
+
+@pytest.mark.parametrize(("world_size", "is_adopted"), [(2, True), (3, False)])
+def test_a_bundle_whose_keys_hold_ranks_serves_its_own_world_only(world_size: int, is_adopted: bool) -> None:
+    held = Holding("d" * 64, 1, world_size, rank_free=False)
+
+    assert isinstance(verdict([hello(0), hello(1, holding=held)]), Adopt) == is_adopted
 
 
 @pytest.mark.parametrize(
@@ -90,17 +98,17 @@ def test_ranks_of_one_pod_must_have_one_environment_too() -> None:
 
 
 def test_a_conflict_beats_a_held_bundle() -> None:
-    assert isinstance(verdict([hello(0, holding=Holding("a" * 64, 1)), hello(1, plan="x")]), Conflict)
+    assert isinstance(verdict([hello(0, holding=Holding("a" * 64, 1, 3, True)), hello(1, plan="x")]), Conflict)
 
 
 def test_a_hello_survives_the_channel() -> None:
-    original = hello(3, holding=Holding("a" * 64, 7))
+    original = hello(3, holding=Holding("a" * 64, 7, 3, True))
 
     assert parse_hello(encode_hello(original)) == original
     assert original.nproc == 1
 
 
-@pytest.mark.parametrize("holding", [None, Holding("a" * 64, 7)])
+@pytest.mark.parametrize("holding", [None, Holding("a" * 64, 7, 3, True)])
 def test_a_hello_keeps_to_its_schema(holding: Holding | None) -> None:
     schema = json.loads(files("initwarm").joinpath("schemas/hello.schema.json").read_text())
 
