@@ -82,6 +82,7 @@ class Coordinator:
         #: Of the group, once its pods have said how long each has left.
         self.deadline = spec.deadline
         self.join_end = spec.deadline
+        self.has_begun = False
         self.phase_end = spec.deadline
         self.phase_error: InitwarmError = BarrierError("The deadline passed.")
         self.waiting_for: tuple[int, ...] = ()
@@ -118,6 +119,7 @@ class Coordinator:
         self.pod.environment = self._collective_environment()
         hello = self._hello()
         self.member.say_hello(hello)
+        self.has_begun = True
         if self.member.is_leader:
             return Leader(self).lead()
         return self._follow()
@@ -292,14 +294,14 @@ class Coordinator:
         self.member.close()
 
     def _wait_for_goodbyes(self, end: Mapping[str, Any]) -> None:
-        """Pods that have not joined yet are waited for as long as joining may take, so that they hear the end too."""
+        """Where the leader itself could not take part, pods that have not joined yet are waited for too."""
         patience = FAREWELL_SECONDS if end["outcome"] == report.STOPPED else GOODBYE_SECONDS
         limit = time.monotonic() + patience
         others = range(1, self.spec.topology.num_nodes)
         while time.monotonic() < self.spec.deadline - LAST_SECONDS:
             waiting = [one for one in others if not self.member.has_left(one)]
             absent = [one for one in waiting if not self.member.is_present(one)]
-            is_late = end["outcome"] == report.STOPPED or time.monotonic() > self.join_end
+            is_late = self.has_begun or end["outcome"] == report.STOPPED or time.monotonic() > self.join_end
             if not waiting or (time.monotonic() > limit and (is_late or not absent)) or (is_late and waiting == absent):
                 return
             time.sleep(POLL_SECONDS)

@@ -10,12 +10,13 @@ import jsonschema
 import pytest
 import yaml
 
+from initwarm import planfile
 from initwarm.errors import CONFIGURATION, PlanError
 from initwarm.hostplan import host_plan
 from initwarm.plan import DTYPE_BYTES, Parallel, Plan, TensorSpec, Unit, check_world
 from initwarm.planfile import parse_plan
 from initwarm.planview import bucket_warnings, plan_as_json, render_plan
-from initwarm.signatures import CALLS, COLUMN_MAJOR
+from initwarm.signatures import CALLS, COLUMN_MAJOR, TOKENS, TensorRule
 from tests.support.bundles import schema
 from tests.support.plans import (
     ACME_OP,
@@ -158,7 +159,54 @@ def test_the_schema_is_a_schema_and_knows_every_call() -> None:
         assert arguments["properties"].keys() == set(signature.arguments)
         assert set(arguments["required"]) == set(signature.required)
         assert arguments["additionalProperties"] is False
+        for argument, scalar in signature.scalars.items():
+            assert arguments["properties"][argument] == {"enum": list(scalar.choices)}
+        for argument, tensor in signature.tensors.items():
+            assert_follows(arguments["properties"][argument], tensor)
     assert set(plan_schema["$defs"]["tensor"]["properties"]["dtype"]["enum"]) == DTYPE_BYTES.keys()
+
+
+def size_of(letter: str) -> dict[str, Any]:
+    """The schema of a dimension."""
+    if letter == TOKENS:
+        return {"const": TOKENS}
+    return {"const": int(letter)} if letter.isdigit() else {"$ref": "#/$defs/size"}
+
+
+def assert_follows(tensor: Any, rule: TensorRule) -> None:
+    """The schema of a tensor says what the rule says."""
+    shape = tensor["properties"]["shape"]
+    shapes = shape.get("anyOf", [shape])
+    assert tensor["properties"]["dtype"] == {"enum": list(rule.dtypes)}
+    assert tensor["properties"]["layout"] == {"const": rule.layout}
+    assert ("layout" in tensor["required"]) is (rule.layout == COLUMN_MAJOR)
+    assert [one.get("prefixItems", []) for one in shapes] == [[*map(size_of, letters)] for letters in rule.shapes]
+    assert [one["minItems"] for one in shapes] == [one["maxItems"] for one in shapes] == [*map(len, rule.shapes)]
+
+
+@pytest.mark.parametrize(
+    ("path", "within", "beyond"),
+    [
+        (("calls", 0, "args", "x", "shape"), [1] * planfile.MAX_DIMENSIONS, [1] * (planfile.MAX_DIMENSIONS + 1)),
+        (("calls", 0, "args", "x", "shape", 0), planfile.MAX_SIZE, planfile.MAX_SIZE + 1),
+        (("calls", 0, "args", "alpha"), planfile.MAX_NUMBER, planfile.MAX_NUMBER + 1),
+        (("calls", 0, "args", "alpha"), -planfile.MAX_NUMBER, -planfile.MAX_NUMBER - 1),
+        (("calls", 0, "buckets", 0), planfile.MAX_TOKENS, planfile.MAX_TOKENS + 1),
+        (("calls", 0, "buckets"), {"max": planfile.MAX_TOKENS}, {"max": planfile.MAX_TOKENS + 1}),
+        (("calls", 0, "ranks"), [planfile.MAX_RANKS - 1], [planfile.MAX_RANKS]),
+        (("parallel",), {"tp": planfile.MAX_RANKS}, {"tp": planfile.MAX_RANKS + 1}),
+        (("calls", 0, "args"), {"x" * planfile.MAX_NAME: 1}, {"x" * (planfile.MAX_NAME + 1): 1}),
+    ],
+)
+def test_the_schema_and_the_reader_have_the_same_limits(path: tuple[str | int, ...], within: Any, beyond: Any) -> None:
+    validator = jsonschema.Draft202012Validator(schema("plan"))
+    value = document(ACME_OP)
+
+    assert validator.is_valid(changed(value, path, within))
+    assert parse(changed(value, path, within))
+    assert not validator.is_valid(changed(value, path, beyond))
+    with pytest.raises(PlanError):
+        parse(changed(value, path, beyond))
 
 
 def test_the_example_of_the_documentation_is_a_plan_without_a_warning() -> None:

@@ -388,6 +388,7 @@ def test_json_needs_no_pyyaml(monkeypatch: pytest.MonkeyPatch) -> None:
     without_yaml(monkeypatch)
 
     assert parse_plan(json.dumps(CPU), SOURCE) == parse(CPU)
+    assert parse_plan("\ufeff" + json.dumps(CPU), SOURCE) == parse(CPU)
 
 
 def test_yaml_without_pyyaml_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
