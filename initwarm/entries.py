@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,6 +113,11 @@ def merge_v1(files: Sequence[V1File]) -> tuple[V1File, tuple[Difference, ...]]:
         _merge_records(records, file.records)
     found = (*_tactic_differences(files), *_runner_differences(files))
     return V1File(first.metadata, entries, records), found
+
+
+def select_v1(file: V1File, keys: Collection[str]) -> V1File:
+    """The same file with these entries only."""
+    return V1File(file.metadata, {key: entry for key, entry in file.entries.items() if key in keys}, file.records)
 
 
 def op_of(key: str) -> str:

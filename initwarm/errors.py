@@ -75,6 +75,10 @@ class TuningTimeout(TuningError):
     exit_code = TIMED_OUT
 
 
+class TuningBudgetSpent(TuningTimeout):
+    """The time for tuning was used up; what is finished is kept for the next run."""
+
+
 class VolumeError(InitwarmError):
     """The cache volume or the engine root cannot be read or written."""
 
@@ -89,6 +93,14 @@ class BarrierError(InitwarmError):
 
 class LostRankError(BarrierError):
     """One rank is known to stand still or to be gone, which explains whatever the others report."""
+
+
+class SupersededError(BarrierError):
+    """A later process has this pod's place in the group."""
+
+
+class LostLeaderError(BarrierError):
+    """The leader, which holds the control channel, is gone or silent; another may answer in its place."""
 
 
 class ConfigurationError(InitwarmError):

@@ -232,14 +232,11 @@ def parse_answer(text: str) -> Answer:
 
 
 def first_error(answers: Sequence[Answer]) -> Mapping[str, Any] | None:
-    """The error that everybody reports, so that all pods name the same.
+    """The error that everybody reports, so that all pods name the same: the earliest, from answers in order of arrival.
 
-    A rank that is known to be lost explains the others; one that only lost its peers says least.
+    A rank that is known to be lost explains the others, however late that is known; one that only lost its peers says
+    least.
     """
     errors = [answer.error for answer in answers if answer.error is not None]
     order = {"LostRankError": 0, "BarrierError": 2}
-    return min(
-        errors,
-        key=lambda error: (order.get(error["kind"], 1), error["rank"] is None, error["rank"] or 0),
-        default=None,
-    )
+    return min(errors, key=lambda error: order.get(error["kind"], 1), default=None)

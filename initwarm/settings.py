@@ -14,7 +14,7 @@ from typing import Any
 from initwarm.errors import ConfigurationError
 from initwarm.topology import Topology, TopologyFlags
 
-STRATEGIES = ("auto", "leader", "lockstep", "independent")
+STRATEGIES = ("auto", "leader", "split", "lockstep", "independent")
 START_METHODS = ("auto", "forkserver", "spawn")
 
 
@@ -55,6 +55,7 @@ RUN_SETTINGS: tuple[Setting, ...] = (
     Setting("port", "port of the control channel on the leader", metavar="P"),
     Setting("interface", "network interface of collectives", metavar="NAME"),
     Setting("deadline", "seconds for the whole run", "540", "S"),
+    Setting("tuning-budget", "stop tuning after so many seconds and go on in the next run; default: none", metavar="S"),
     Setting("collective-timeout", "seconds for the barrier and each tuning all-reduce", "60", "S"),
     Setting("on-tuning-failure", "`continue`: all ranks start cold, exit 0", "continue", choices=("continue", "fail")),
     Setting("on-barrier-failure", "what a missing rank means", "fail", choices=("fail", "continue")),
@@ -79,6 +80,7 @@ class Settings:
     topology: TopologyFlags
     interface: str | None
     deadline_seconds: float
+    tuning_budget_seconds: float | None
     collective_timeout_seconds: float
     on_tuning_failure: str
     on_barrier_failure: str
@@ -100,6 +102,7 @@ class Settings:
         return {
             "strategy": self.strategy,
             "engine": self.engine,
+            "tuning_budget_seconds": self.tuning_budget_seconds,
             "collective_timeout_seconds": self.collective_timeout_seconds,
             "on_tuning_failure": self.on_tuning_failure,
             "on_barrier_failure": self.on_barrier_failure,
@@ -138,6 +141,9 @@ def read_settings(flags: Mapping[str, Any], environ: Mapping[str, str], command:
         topology=topology_flags(flags, environ),
         interface=value["interface"],
         deadline_seconds=_seconds(value["deadline"], where["deadline"]),
+        tuning_budget_seconds=None
+        if value["tuning_budget"] is None
+        else _seconds(value["tuning_budget"], where["tuning_budget"]),
         collective_timeout_seconds=_seconds(value["collective_timeout"], where["collective_timeout"]),
         on_tuning_failure=str(value["on_tuning_failure"]),
         on_barrier_failure=str(value["on_barrier_failure"]),

@@ -13,6 +13,9 @@ from initwarm.errors import ConfigurationError
 
 LEADER = "leader"
 LOCKSTEP = "lockstep"
+SPLIT = "split"
+#: Strategies in which one measurement serves all ranks of a stage.
+SHARED = (LEADER, SPLIT)
 INDEPENDENT = "independent"
 
 
@@ -25,6 +28,7 @@ class Facts:
         is_uniform: all ranks make the same calls, apart from those that belong to a pipeline stage.
         has_collectives: some call contains a collective, so that a rank cannot make it alone.
         is_rank_free: no cache key of the plan contains a rank.
+        num_units: calls of the plan times their buckets, of the stage that has most.
         has_process_group: FlashInfer can average timings over a process group (0.6.16 and newer).
         flashinfer_version: for the messages.
     """
@@ -33,6 +37,7 @@ class Facts:
     is_uniform: bool
     has_collectives: bool
     is_rank_free: bool
+    num_units: int
     has_process_group: bool
     flashinfer_version: str
 
@@ -46,10 +51,19 @@ class Choice:
 
 
 def _leader_problem(facts: Facts) -> str | None:
+    return None if facts.world_size == 1 else _sharing_problem(facts)
+
+
+def _split_problem(facts: Facts) -> str | None:
     if facts.world_size == 1:
-        return None
+        return "there is one rank"
+    return _sharing_problem(facts)
+
+
+def _sharing_problem(facts: Facts) -> str | None:
+    """Why what one rank measures cannot serve the others."""
     if facts.has_collectives:
-        return "the plan has calls that contain collectives, which the leader cannot make alone"
+        return "the plan has calls that contain collectives, which no rank can make alone"
     if not facts.is_rank_free:
         return "cache keys of this plan may contain ranks, so the others would miss"
     if not facts.is_uniform:
@@ -71,12 +85,21 @@ def _independent_problem(facts: Facts) -> str | None:
     return None
 
 
+def _is_too_small_to_split(facts: Facts) -> str | None:
+    if facts.num_units < facts.world_size:
+        return f"the plan has {facts.num_units} units for {facts.world_size} ranks"
+    return None
+
+
 _CONDITIONS: Mapping[str, Callable[[Facts], str | None]] = {
     LEADER: _leader_problem,
+    SPLIT: _split_problem,
     LOCKSTEP: _lockstep_problem,
     INDEPENDENT: _independent_problem,
 }
-_AUTO = (LEADER, LOCKSTEP, INDEPENDENT)
+_AUTO = (SPLIT, LEADER, LOCKSTEP, INDEPENDENT)
+#: What is sound, and still not worth it where nobody asked for it.
+_NOT_WORTH: Mapping[str, Callable[[Facts], str | None]] = {SPLIT: _is_too_small_to_split}
 
 
 def choose(asked: str, facts: Facts, tried: Sequence[str] = ()) -> Choice:
@@ -101,7 +124,7 @@ def choose(asked: str, facts: Facts, tried: Sequence[str] = ()) -> Choice:
         return Choice(asked)
     ruled_out: list[str] = []
     for strategy in _AUTO:
-        problem = "its result did not stand the replay" if strategy in tried else _CONDITIONS[strategy](facts)
+        problem = _ruled_out(strategy, facts, tried)
         if problem is None:
             return Choice(strategy, tuple(ruled_out))
         ruled_out.append(f"{strategy}: {problem}")
@@ -114,4 +137,12 @@ def choose(asked: str, facts: Facts, tried: Sequence[str] = ()) -> Choice:
 
 def is_any_left(facts: Facts, tried: Sequence[str]) -> bool:
     """Whether `auto` has another sound strategy to try."""
-    return any(strategy not in tried and _CONDITIONS[strategy](facts) is None for strategy in _AUTO)
+    return any(_ruled_out(strategy, facts, tried) is None for strategy in _AUTO)
+
+
+def _ruled_out(strategy: str, facts: Facts, tried: Sequence[str]) -> str | None:
+    is_shared_and_failed = strategy in SHARED and any(one in SHARED for one in tried)
+    if strategy in tried or is_shared_and_failed:
+        return "its result did not stand the replay"
+    problem = _CONDITIONS[strategy](facts)
+    return _NOT_WORTH[strategy](facts) if problem is None and strategy in _NOT_WORTH else problem

@@ -23,7 +23,6 @@ __all__ = [
     "Row",
     "Topology",
     "TopologyFlags",
-    "check_leader_is_known",
     "explain",
     "explanation_as_json",
     "rank_offsets",
@@ -73,21 +72,6 @@ def rank_offsets(counts: Sequence[int]) -> tuple[int, ...]:
 def world_size(counts: Sequence[int]) -> int:
     """All ranks of a group, from the number that each pod has. Pods may differ, so they are summed."""
     return sum(counts)
-
-
-def check_leader_is_known(topology: Topology) -> None:
-    """Hold that this pod can look for its leader.
-
-    Raises:
-        TopologyError: the pod is not the leader, and no source states the leader's address.
-    """
-    if topology.node_rank > 0 and topology.leader_address is None:
-        raise TopologyError(
-            f"This pod is node rank {topology.node_rank} of {topology.num_nodes} by {topology.source}, which does not "
-            "state the leader's address.",
-            "The leader cannot be reached, so nothing was started.",
-            "Set --leader-address or INITWARM_LEADER_ADDRESS to the stable name of the pod with node rank 0.",
-        )
 
 
 @dataclass

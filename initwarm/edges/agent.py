@@ -35,7 +35,7 @@ from initwarm.errors import InitwarmError, Stopped, UnavailableError, VolumeErro
 from initwarm.planview import plan_warnings
 from initwarm.report import Failure, Outcome
 from initwarm.settings import Settings
-from initwarm.topology import check_leader_is_known, resolve
+from initwarm.topology import resolve
 
 #: How long the coordinator may take to say goodbye to the group after SIGTERM, before everything is killed.
 FAREWELL_SECONDS = 1.5
@@ -135,7 +135,6 @@ class Agent:
         """Everything that can be refused before torch is imported, cheapest first."""
         engine_root = self._empty_engine_root()
         topology = resolve(self.environ, self.settings.topology)
-        check_leader_is_known(topology)
         self.num_nodes = topology.num_nodes
         plan = load_plan(self.settings.plan)
         for warning in plan_warnings(plan):
@@ -156,6 +155,7 @@ class Agent:
             topology=topology,
             uid=f"{self.environ.get('INITWARM_POD_UID') or self.pod}:{uuid.uuid4().hex[:12]}",
             pod=self.pod,
+            pod_uid=self.environ.get("INITWARM_POD_UID") or None,
             engine_root=str(engine_root.path),
             scratch=self.scratch,
             deadline=self.started + self.settings.deadline_seconds,

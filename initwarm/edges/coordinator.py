@@ -7,7 +7,6 @@ decides what follows. Whatever happens, all pods hear one end with one first cau
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import time
@@ -18,12 +17,15 @@ from typing import TYPE_CHECKING, Any
 from initwarm import __version__, policy, report
 from initwarm.edges import jobs, network, processes
 from initwarm.edges.leader import Leader
-from initwarm.edges.member import GroupEnded, Member
+from initwarm.edges.member import GroupEnded, Member, RoundOver
 from initwarm.edges.pod import Pod
+from initwarm.edges.search import Search
 from initwarm.edges.steps import MARGIN_SECONDS, Steps
-from initwarm.errors import BarrierError, InitwarmError, Stopped
+from initwarm.errors import BarrierError, InitwarmError, LostLeaderError, Stopped, SupersededError, VolumeError
+from initwarm.identity import Identity
 from initwarm.protocol import Hello, Holding
 from initwarm.report import Failure, Outcome
+from initwarm.rounds import RoundRecord, parse_round
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -31,12 +33,18 @@ if TYPE_CHECKING:
     from initwarm.edges.entry import RunSpec
 
 POLL_SECONDS = 0.03
+#: So that all followers together ask the leader a few thousand times a second at most.
+NODE_POLL_SECONDS = 0.00025
 GROUP_CHECK_SECONDS = 0.5
 WAIT_NOTICE_SECONDS = 10.0
 PROGRESS_SECONDS = 0.2
 #: The part of the deadline that a pod may be missing for.
 JOIN_SHARE = 0.5
 GOODBYE_SECONDS = 10.0
+#: How many pods a line names that says who is waited for.
+NAMED_PODS = 4
+#: A gap between two looks of the main loop that is no slow volume: this process was stopped.
+PAUSE_SECONDS = 10.0
 FAREWELL_SECONDS = 1.0
 LAST_SECONDS = 0.5
 
@@ -76,19 +84,26 @@ class Coordinator:
         self.show = show
         self.tell = tell
         self.is_stopping = is_stopping
-        self.member = Member(spec, say)
+        self.member = Member(spec, say, self._idle)
         self.pod = Pod(spec, say, self.pump)
         self.pod.note = self.member.note
         #: Of the group, once its pods have said how long each has left.
         self.deadline = spec.deadline
         self.join_end = spec.deadline
         self.has_begun = False
+        #: What this pod states in its round.
+        self.hello: Hello
+        #: Why the round before this one ended without a result.
+        self.before: str | None = None
+        self.paused_seconds = 0.0
         self.phase_end = spec.deadline
         self.phase_error: InitwarmError = BarrierError("The deadline passed.")
         self.waiting_for: tuple[int, ...] = ()
+        self.waiting_text: Callable[[], str] | None = None
         self.waiting_since = time.monotonic()
         self.steps = Steps(self)
         self._last_check = 0.0
+        self._last_pump = time.monotonic()
         self._last_notice = time.monotonic()
         self._last_progress = time.monotonic()
         self._shown: tuple[int, int, str] | None = None
@@ -96,7 +111,7 @@ class Coordinator:
     def run(self) -> None:
         """Take the pod through the round and tell its outcome; never raises."""
         try:
-            end = self._round()
+            end = self._rounds()
         except GroupEnded as ended:
             end = dict(ended.data)
         except InitwarmError as problem:
@@ -109,43 +124,110 @@ class Coordinator:
         self.tell(self._outcome(end))
         self._close(end)
 
+    def _rounds(self) -> dict[str, Any]:
+        """Take part in rounds until one has a result."""
+        while True:
+            try:
+                return self._round()
+            except RoundOver as over:
+                why = over.why
+            except LostLeaderError as lost:
+                if self.member.is_leader:
+                    raise
+                why = str(lost)
+            self._start_over(why)
+
+    def _start_over(self, why: str) -> None:
+        """Leave this round; the next one has another epoch, and begins with nothing visible."""
+        self.say("initwarm.round.restarted", message=why, epoch=self.member.epoch)
+        self.before = why
+        self.phase_end = self.deadline = self.spec.deadline
+        with contextlib.suppress(InitwarmError):
+            if self.member.is_leader:
+                self.member.announce_over(why)
+        self.member.leave_round()
+        self.pod.begin_round()
+
     def _round(self) -> dict[str, Any]:
         # Joined first, so that what keeps this pod from taking part ends the round for all.
-        self._join()
+        self.join_end = time.monotonic() + self.join_seconds()
+        if self.member.is_leader:
+            if self.before is None:
+                self.member.open()
+            self.member.open_round()
+        else:
+            end = Search(self).find_group()
+            if end is not None:
+                return end
         if self.spec.failure is not None:
             raise self.spec.failure
-        self.pod.probe()
+        self.prepare()
         self.say("initwarm.group.joined", message=f"joined epoch {self.member.epoch}", epoch=self.member.epoch)
-        self.pod.environment = self._collective_environment()
-        hello = self._hello()
-        self.member.say_hello(hello)
+        self.member.say_hello(self.hello)
         self.has_begun = True
         if self.member.is_leader:
             return Leader(self).lead()
         return self._follow()
 
-    def _join(self) -> None:
-        """Open the channel, or look for the leader until joining has taken its share of the deadline."""
-        self.join_end = time.monotonic() + self.join_seconds()
-        if self.member.is_leader:
-            self.member.open()
-            return
-        where = f"{self.member.host}:{self.member.port}"
-        self.begin_phase(
-            self.join_seconds(),
-            BarrierError(
-                f"No leader (node rank 0) answered at {where} within {self.join_seconds():.0f} s.",
-                "This pod joined no group.",
-                "Check that the leader pod runs, that its name resolves (publishNotReadyAddresses) and that the port "
-                "is reachable (NetworkPolicy).",
-            ),
-        )
-        self.wait_for(lambda: self.member.look_for_leader() or None, pause=0.2, what=(0,))
+    def prepare(self) -> None:
+        """Find out what this pod has, and say it in one hello."""
+        if not self.pod.is_probed:
+            self.pod.probe()
+        self.pod.environment = self._collective_environment()
+        self.hello = self._hello()
 
     def _collective_environment(self) -> Mapping[str, str]:
         """Over which interface the workers meet: towards the leader, since gloo would ask for the host's name."""
-        address = self.spec.topology.leader_address if self.spec.topology.num_nodes > 1 else None
-        return network.collective_environment(os.environ, address or "127.0.0.1", self.spec.settings.interface)
+        interface = self.spec.settings.interface
+        if self.member.is_alone:
+            address = "127.0.0.1"
+        elif not self.member.is_leader:
+            address = self.member.host
+        else:
+            named = self.spec.topology.leader_address
+            is_known = named is not None and network.resolve_any(named, self.member.port)
+            address = named if named is not None and is_known else network.own_addresses(os.environ, interface)[0]
+        return network.collective_environment(os.environ, address, interface)
+
+    def matching_record(self) -> RoundRecord | None:
+        """The record of a round that the others may have gone on from, if this prepared pod could be of it."""
+        record = None if self.member.is_alone else self.pod.recorded_round(self.spec.topology.group)
+        if record is None:
+            return None
+        differs = self.differs_from(record, self.hello)
+        if differs is None and self.pod.find(record.bundle) is None:
+            differs = f"its bundle {record.bundle[:12]} is not on the volume"
+        if differs is not None:
+            self.say("initwarm.round.not_matched", message=f"the round record is not this group's: {differs}")
+            return None
+        return record
+
+    def differs_from(self, record: RoundRecord, hello: Hello) -> str | None:
+        """Why the pod that said this hello cannot be of the recorded round; None if it can."""
+        identity = Identity(dict(hello.identity[0])).digest if hello.identity else ""
+        topology = self.spec.topology
+        return record.mismatch(topology.group, topology.num_nodes, hello.node_rank, hello.nproc, hello.plan, identity)
+
+    def record_round(self, record: RoundRecord) -> None:
+        """Leave word on the volume which bundle this group has; after the barrier and before anybody exits."""
+        if self.member.is_alone or self.spec.obstacle is not None:
+            return
+        try:
+            self.pod.record_round(record)
+        except VolumeError as problem:
+            self.say("initwarm.round.not_recorded", message=str(problem))
+
+    def forget_round(self) -> None:
+        """Believe the record no longer: its bundle did not stand the proof."""
+        with contextlib.suppress(VolumeError):
+            self.pod.forget_round(self.spec.topology.group)
+
+    def _idle(self) -> None:
+        """While a leader is slow to answer: a signal and the end of the time are noticed all the same."""
+        if self.is_stopping():
+            raise Stopped("SIGTERM arrived before the run had ended.", "No engine file is visible.")
+        if time.monotonic() >= self.phase_end:
+            raise self.phase_error
 
     def join_seconds(self) -> float:
         """How long a pod may be missing."""
@@ -174,15 +256,17 @@ class Coordinator:
 
     def _follow(self) -> dict[str, Any]:
         """Carry out the leader's steps until it announces the end."""
-        number = 0
         while True:
             self.begin_phase(
                 self.deadline - time.monotonic() - MARGIN_SECONDS,
                 BarrierError("The deadline passed and the leader had not announced the end.", "Nothing is warm."),
             )
-            step = self.wait_for(lambda number=number: self.member.step(number), what=(0,))  # type: ignore[misc]
-            self.member.answer(number, self.steps.carry_out(step))
-            number += 1
+            step = self.wait_for(self.member.next_step, what=(0,), pause=self._poll_seconds())
+            self.member.answer(step.number, self.steps.carry_out(step))
+
+    def _poll_seconds(self) -> float:
+        """How often the leader is asked for news: less often where many ask."""
+        return max(POLL_SECONDS, self.spec.topology.num_nodes * NODE_POLL_SECONDS)
 
     def begin_phase(self, seconds: float, error: InitwarmError) -> None:
         """Bound what follows, within the deadline; the error is raised when the bound ends."""
@@ -205,6 +289,7 @@ class Coordinator:
     def pump(self) -> None:
         """Notice SIGTERM, the end of the phase, who is gone, and who wants bytes."""
         now = time.monotonic()
+        self._notice_pause(now)
         if self.is_stopping():
             raise Stopped("SIGTERM arrived before the run had ended.", "No engine file is visible.")
         if self.member.is_joined and now - self._last_check > GROUP_CHECK_SECONDS:
@@ -212,7 +297,7 @@ class Coordinator:
             self.member.check_group()
             self.steps.serve()
         if now >= self.phase_end:
-            raise self.phase_error
+            raise self._end_of_phase()
         if self.pod.progress != self._shown and now - self._last_progress > PROGRESS_SECONDS:
             self._last_progress, self._shown = now, self.pod.progress
             if self.pod.progress is not None:
@@ -221,13 +306,28 @@ class Coordinator:
             self._last_notice = now
             self._notice(now)
 
+    def _notice_pause(self, now: float) -> None:
+        gap, self._last_pump = now - self._last_pump, now
+        if gap > PAUSE_SECONDS:
+            self.paused_seconds = gap
+            self.say("initwarm.process.paused", message=f"this pod stood still for {gap:.0f} s")
+
+    def _end_of_phase(self) -> InitwarmError:
+        """What to say of a wait that took too long: a pod that has fallen silent explains it best."""
+        lost = self.member.lost_pod() if self.member.is_joined and self.member.is_leader else None
+        return self.phase_error if lost is None else lost
+
     def _notice(self, now: float) -> None:
         """Every 10 s: whom this pod waits for, or how far it is itself."""
         if not self.waiting_for and self.pod.progress is not None:
             done, total, text = self.pod.progress
             self.say("initwarm.work.continued", message=text, done=done, total=total)
             return
-        names = [self.member.watch.describe(one) for one in self.waiting_for if one != self.spec.topology.node_rank]
+        names = [self.member.describe(one) for one in self.waiting_for if one != self.spec.topology.node_rank]
+        if self.waiting_text is not None:
+            names = [self.waiting_text()]
+        if len(names) > NAMED_PODS:
+            names = [*names[:NAMED_PODS], f"{len(names) - NAMED_PODS} more"]
         if names:
             seconds = round(now - self.waiting_since)
             self.say("initwarm.wait.continued", message=f"waiting for {'; '.join(names)}", waited_seconds=seconds)
@@ -255,39 +355,42 @@ class Coordinator:
         """Let the others know, as far as the channel still works."""
         if not self.member.is_joined:
             return
-        try:
-            if not self.member.is_leader:
+        is_replaced = isinstance(problem, Stopped | SupersededError)
+        with contextlib.suppress(InitwarmError):
+            if self.member.is_leader and is_replaced:
+                # Another may lead them: they look for it, and say why if nobody comes.
+                self.member.announce_over(f"the leader (pod {self.spec.pod}) was stopped: {problem.fact}")
+            elif self.member.is_leader:
+                self.member.announce_end(end)
+            else:
                 self.member.leave(problem)
-                if not isinstance(problem, Stopped):
+                if not is_replaced:
                     # The leader's end is everybody's: the same first cause on all pods.
                     end.update(self._hear_end() or {})
-                return
-            if isinstance(problem, Stopped):
-                lost = BarrierError(
-                    f"The leader (pod {self.spec.pod}) was stopped.", "The group cannot go on without it."
-                )
-                kind, code = policy.judge(lost, "fail", self.spec.settings.on_barrier_failure)
-                failure = {"rank": None, "pod": self.spec.pod, "what": str(lost)}
-                end = {**end, "outcome": kind, "exit_code": code, "reason": str(lost), "first_failure": failure}
-            self.member.announce_end(end)
-        except InitwarmError:
-            return
 
     def _hear_end(self) -> Mapping[str, Any] | None:
         limit = time.monotonic() + 2 * GROUP_CHECK_SECONDS + 2
         while time.monotonic() < min(limit, self.deadline):
-            text = self.member.channel.read("end")
-            if text is not None:
-                return dict(json.loads(text))
+            try:
+                self.member.next_step()
+            except GroupEnded as ended:
+                return ended.data
+            except RoundOver:
+                return None
             time.sleep(POLL_SECONDS)
         return None
 
     def _close(self, end: Mapping[str, Any]) -> None:
-        """End the workers, and keep the store open until every pod has heard the end."""
+        """End the workers, leave word, and keep the store open until every pod has heard the end."""
         with contextlib.suppress(InitwarmError):
             if self.member.is_joined and not self.member.is_leader:
                 self.member.leave(None)
         self.pod.close()
+        if not self.member.is_leader and end.get("record") is not None:
+            # On a volume of its own, where the leader's word is not.
+            record = parse_round(end["record"])
+            if record is not None and self.pod.recorded_round(record.group) != record:
+                self.record_round(record)
         with contextlib.suppress(InitwarmError):
             if self.member.is_joined and self.member.is_leader:
                 self._wait_for_goodbyes(end)
@@ -299,8 +402,10 @@ class Coordinator:
         limit = time.monotonic() + patience
         others = range(1, self.spec.topology.num_nodes)
         while time.monotonic() < self.spec.deadline - LAST_SECONDS:
-            waiting = [one for one in others if not self.member.has_left(one)]
-            absent = [one for one in waiting if not self.member.is_present(one)]
+            with contextlib.suppress(InitwarmError, RoundOver):
+                self.member.collect()
+            waiting = [one for one in others if one not in self.member.farewells]
+            absent = [one for one in waiting if one not in self.member.places]
             is_late = self.has_begun or end["outcome"] == report.STOPPED or time.monotonic() > self.join_end
             if not waiting or (time.monotonic() > limit and (is_late or not absent)) or (is_late and waiting == absent):
                 return
@@ -309,7 +414,6 @@ class Coordinator:
     def _outcome(self, end: Mapping[str, Any]) -> Outcome:
         is_warm = end["outcome"] == report.WARM
         failure = end["first_failure"]
-        probed = self.pod._probe  # noqa: SLF001
         return Outcome(
             outcome=end["outcome"],
             reason=end["reason"],
@@ -322,6 +426,6 @@ class Coordinator:
             replayed=self.pod.replayed,
             missed=self.pod.missed,
             bundle=end["bundle"] if is_warm else None,
-            identity=self.pod.identity.digest if probed is not None and probed.identity else None,
+            identity=self.pod.identity.digest if self.pod.is_probed and self.pod.probed.identity else None,
             epoch=self.member.epoch or None,
         )

@@ -44,7 +44,7 @@ class EngineRoot:
         """Remove what this product writes, each directory at once, and leave everything else alone.
 
         Raises:
-            VolumeError: the path is a file, or something in it cannot be removed.
+            VolumeError: the path is a file, or something in it cannot be taken away.
         """
         with self._translated("The engine root was not emptied."):
             try:
@@ -87,12 +87,15 @@ class EngineRoot:
                 _write_tree(stage, files)
             root.move(staging, root, name)
         except BaseException:
-            with contextlib.suppress(OSError):
-                self._remove(root, staging)
+            self._remove(root, staging)
             raise
 
     def _remove(self, root: Directory, name: str) -> None:
-        """Take the name away first, so that nobody sees a directory that is half removed."""
+        """Take the name away first, so that nobody sees a directory that is half removed.
+
+        Without its name it is never read, so what cannot be removed then (an NFS client keeps the directory of a file
+        that a server still has open) is left to the next call.
+        """
         staging = name
         if not is_staging(name):
             staging = unique_name()
@@ -101,10 +104,11 @@ class EngineRoot:
             except FileNotFoundError:
                 return
         path = root.path / staging
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def _translated(self, effect: str) -> Iterator[None]:

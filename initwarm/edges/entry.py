@@ -35,6 +35,7 @@ class RunSpec:
         topology: this pod's place.
         uid: names this process among all that ever claim this place.
         pod: the pod's name, for people.
+        pod_uid: the pod's, if known: of two processes of one pod the later one is the one that lives.
         engine_root: directory that the server reads.
         scratch: a directory of this run alone, on this pod.
         deadline: when the run must have ended.
@@ -49,6 +50,7 @@ class RunSpec:
     topology: Topology
     uid: str
     pod: str
+    pod_uid: str | None
     engine_root: str
     scratch: str
     deadline: float

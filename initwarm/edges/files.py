@@ -60,7 +60,7 @@ class Directory:
 
     def close(self) -> None:
         """Give the descriptor back."""
-        os.close(self._descriptor)
+        _close_read(self._descriptor)
 
     def names(self) -> list[str]:
         """Everything in the directory, sorted."""
@@ -119,7 +119,7 @@ class Directory:
                 raise RefusedError(name, f"has {status.st_size} bytes, more than {limit}")
             return _read_to_end(descriptor, name, status.st_size, limit)
         finally:
-            os.close(descriptor)
+            _close_read(descriptor)
 
     def write(self, name: str, data: bytes) -> None:
         """Write a new file and force it to disk; the name must be free."""
@@ -149,6 +149,14 @@ class Directory:
     def move(self, name: str, target: Directory, target_name: str) -> None:
         """Rename within this volume; a directory never replaces one that has content."""
         os.rename(name, target_name, src_dir_fd=self._descriptor, dst_dir_fd=target._descriptor)
+
+    def remove(self, name: str) -> None:
+        """Remove a file.
+
+        Raises:
+            OSError: it is not there, or cannot be removed.
+        """
+        os.unlink(name, dir_fd=self._descriptor)
 
     def discard(self, name: str) -> None:
         """Remove what this process staged: a file, or a directory of files. What cannot be removed stays, unseen."""
@@ -216,6 +224,12 @@ def volume_error(problem: OSError, path: Path, effect: str, attempts: int = 1) -
     if attempts > 1:
         fact = f"{fact[:-1]}, in each of {attempts} attempts."
     return VolumeError(fact, effect, fix)
+
+
+def _close_read(descriptor: int) -> None:
+    """Close what was only read: nothing is lost, whatever a network file system answers."""
+    with contextlib.suppress(OSError):
+        os.close(descriptor)
 
 
 def _read_to_end(descriptor: int, name: str, expected: int, limit: int) -> bytes:

@@ -1,13 +1,20 @@
-"""This pod's membership of its group: finding the leader, saying hello, hearing steps, noticing who is gone."""
+"""This pod's membership of its group in one round: its place, what it tells the leader, and what it hears.
+
+Everything for the leader goes into one log, so that it reads news only and in the order of arrival; everything from the
+leader goes into another. A round has an epoch of its own. Whoever leaves it comes back as another member of a later
+one, under a new name, and never into the same round.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from initwarm.edges import rendezvous
 from initwarm.edges.channel import (
     DEAD_SECONDS,
     GREETING,
@@ -15,17 +22,28 @@ from initwarm.edges.channel import (
     Channel,
     Heartbeat,
     Watch,
-    connect,
     host_store,
+    open_client,
 )
 from initwarm.edges.entry import RunSpec
 from initwarm.edges.pod import Say
-from initwarm.errors import BarrierError, ConfigurationError, InitwarmError, TopologyError, error_named
+from initwarm.edges.rendezvous import DEFAULT_PORT, AddressBook, Beacon, Found
+from initwarm.errors import (
+    BarrierError,
+    ConfigurationError,
+    InitwarmError,
+    LostLeaderError,
+    SupersededError,
+    TopologyError,
+    error_named,
+)
 from initwarm.protocol import Answer, Hello, Step, encode, encode_hello, parse_answer, parse_hello, parse_step
 
-DEFAULT_PORT = 29710
-#: Two claims to one place are told apart by whether the older process's counter still moves.
-RIVAL_SECONDS = 2 * HEARTBEAT_SECONDS
+#: A rival for one place lives if its counter moves so often, and is gone if it stands still for longer than two beats.
+RIVAL_BEATS = 2
+RIVAL_SECONDS = 2.25 * HEARTBEAT_SECONDS
+#: How long the group waits for whoever takes the place of a pod that was stopped.
+SUCCESSOR_SECONDS = DEAD_SECONDS
 
 
 class GroupEnded(Exception):
@@ -36,25 +54,59 @@ class GroupEnded(Exception):
         self.data = data
 
 
+class RoundOver(Exception):
+    """This round ends without a result; another begins."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(why)
+        self.why = why
+
+
 class Member:
     """One pod's view of the group.
 
     Args:
         spec: of the run.
         say: prints an event.
+        idle: called now and then while the leader is slow to answer; may raise.
     """
 
-    def __init__(self, spec: RunSpec, say: Say) -> None:
+    def __init__(self, spec: RunSpec, say: Say, idle: Callable[[], None] = lambda: None) -> None:
         self.spec = spec
         self.say = say
+        self.idle = idle
         self.topology = spec.topology
         self.is_leader = spec.topology.node_rank == 0
-        self.port = spec.topology.leader_port or (DEFAULT_PORT if spec.topology.num_nodes > 1 else 0)
-        self.host = "127.0.0.1" if self.is_leader else str(spec.topology.leader_address)
-        self.watch = Watch()
+        self.is_alone = spec.topology.num_nodes == 1
+        self.port = spec.topology.leader_port or (0 if self.is_alone else DEFAULT_PORT)
+        self.host = "127.0.0.1"
+        #: Names this process as a leader.
+        self.nonce = uuid.uuid4().hex
         self.epoch = ""
+        self.leader_pod = ""
+        self._lives = 0
+        self._store: Any = None
+        self._beacon: Beacon | None = None
         self._channel: Channel | None = None
         self._heartbeat: Heartbeat | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        """Know nothing of any round."""
+        self.watch = Watch()
+        self.places: dict[int, dict[str, Any]] = {}
+        self.hellos: dict[int, Hello] = {}
+        self.answers: dict[int, dict[int, Answer]] = {}
+        self.leaving: dict[int, tuple[float, InitwarmError]] = {}
+        self.farewells: set[int] = set()
+        self.last_arrival = time.monotonic()
+        self._has_roster = False
+        self._is_in_roster = False
+        self._pending: list[int] = []
+        self._heard = 0
+        self._orders: list[dict[str, Any]] = []
+        self._orders_heard = 0
+        self._has_beacon_problem = False
 
     @property
     def channel(self) -> Channel:
@@ -67,82 +119,142 @@ class Member:
         """Whether this pod has its place; one that was refused must not speak for it."""
         return self._heartbeat is not None
 
+    @property
+    def uid(self) -> str:
+        """Names this process in this round."""
+        return f"{self.spec.uid}.{self._lives}"
+
     def note(self, text: str) -> None:
         """Say what this pod does; the others print it while they wait."""
         if self._heartbeat is not None:
             self._heartbeat.note(text)
 
+    def describe(self, node_rank: int) -> str:
+        """What is known of a pod, for those who wait for it."""
+        place = self.places.get(node_rank)
+        words = "" if place is None else self.watch.describe(_beat(place["uid"]))
+        if not words and place is not None:
+            words = f"(pod {place['pod']})"
+        return f"node rank {node_rank} {words}" if words else f"node rank {node_rank}, of which nothing was heard"
+
+    # The leader opens rounds, followers enter them.
+
     def open(self) -> None:
-        """Hold the group's store (leader)."""
+        """Hold the group's store (leader), and let it be found."""
         try:
-            store = host_store(self.port)
+            self._store = host_store(self.port)
         except ConfigurationError as problem:
-            self._tell_rival()
-            raise problem.at(None, self.spec.pod) from problem
-        self.port = store.port
-        self.epoch = uuid.uuid4().hex
-        store.set(GREETING, json.dumps({"epoch": self.epoch, "group": self.topology.group}))
-        self._enter(store)
-
-    def _tell_rival(self) -> None:
-        """Two pods believe to be the leader of one group: neither may go on."""
-        store = connect("localhost", self.port)
-        if store is None or not store.check([GREETING]):
-            return
-        greeting = json.loads(store.get(GREETING))
-        if greeting["group"] == self.topology.group:
-            text = str(self._rivals(f"another pod and pod {self.spec.pod}"))
-            Channel(store, greeting["epoch"]).write("conflict", text)
-
-    def look_for_leader(self) -> bool:
-        """Try once to reach the leader; only its greeting proves that it is there (follower)."""
-        store = connect(self.host, self.port)
-        if store is None:
-            return False
-        if not store.check([GREETING]):
-            return False
-        greeting = json.loads(store.get(GREETING))
-        if greeting["group"] != self.topology.group:
-            raise TopologyError(
-                f"The leader at {self.host}:{self.port} leads group {greeting['group']!r} and this pod is of group "
-                f"{self.topology.group!r}.",
-                "This pod joined no group.",
-                "Correct --leader-address, or give both pods one --group.",
+            if not self._is_strangers_port():
+                raise problem.at(None, self.spec.pod) from problem
+            # The default port of a host that several pods share: ours is announced on the volume.
+            self._store = host_store(0)
+            self.say(
+                "initwarm.port.taken",
+                message=f"port {self.port} is another group's; this one listens on {self._store.port}, which the cache "
+                "volume tells the others",
             )
-        self.epoch = greeting["epoch"]
-        self._enter(store)
-        return True
+        self.port = self._store.port
+        if not self.is_alone and self.spec.obstacle is None:
+            record = rendezvous.own_record(self.spec, self.nonce, self.port)
+            self._beacon = Beacon(AddressBook(self.spec.settings.cache_root, self.topology.group), record, self.say)
+
+    def _is_strangers_port(self) -> bool:
+        """Whether another group has the port, which nobody demanded; a rival leader of this group is told."""
+        with contextlib.suppress(LostLeaderError):
+            store = open_client("localhost", self.port)
+            greeting = rendezvous.greeting_of(store)
+            if greeting is not None and greeting["group"] == self.topology.group:
+                text = str(self._rivals(f"another pod and pod {self.spec.pod}"))
+                Channel(store, greeting["epoch"]).append("mail", json.dumps({"kind": "conflict", "text": text}))
+                return False
+        return self.topology.leader_port is None
+
+    def open_round(self) -> None:
+        """Begin a round of an epoch that nobody has ever joined (leader)."""
+        self.epoch = uuid.uuid4().hex
+        self._greet(has_ended=False)
+        self._enter(self._store)
+
+    def _greet(self, has_ended: bool) -> None:
+        greeting = {
+            "epoch": self.epoch,
+            "group": self.topology.group,
+            "leader": self.nonce,
+            "pod": self.spec.pod,
+            "has_ended": has_ended,
+            "uid": self.uid,
+        }
+        self._store.set(GREETING, json.dumps(greeting))
+
+    def enter(self, found: Found) -> None:
+        """Take this pod's place in the round of the leader that was found (follower)."""
+        self.host, self.port = found.host, found.port
+        self.epoch = found.greeting["epoch"]
+        self.leader_pod = found.greeting["pod"]
+        self._enter(found.store)
+        self.places[0] = {"uid": found.greeting["uid"], "pod": self.leader_pod}
 
     def _enter(self, store: Any) -> None:
-        self._channel = Channel(store, self.epoch)
-        self._claim()
-        beating = connect(self.host, self.port)
-        if beating is None:
-            raise BarrierError("The leader's control channel broke while this pod joined.", "The group cannot go on.")
-        self._heartbeat = Heartbeat(Channel(beating, self.epoch), self.topology.node_rank, self.spec.pod)
+        self._forget()
+        self._channel = Channel(store, self.epoch, self.idle)
+        # The heart first: a place whose counter nobody has ever seen would be taken for a dead one's.
+        beating = Channel(open_client(self.host, self.port), self.epoch)
+        heartbeat = Heartbeat(beating, _beat(self.uid), self.spec.pod)
+        try:
+            self._claim()
+        except BaseException:
+            heartbeat.stop()
+            raise
+        self._heartbeat = heartbeat
+
+    def leave_round(self) -> None:
+        """Be no member any more, ready for the next round under a new name."""
+        if self._heartbeat is not None:
+            self._heartbeat.stop()
+        if self._channel is not None:
+            self._channel.close()
+        self._heartbeat = self._channel = None
+        self._lives += 1
 
     def _claim(self) -> None:
-        """Take this pod's place; a living process that has it already means that two pods have one rank."""
+        """Take this pod's place; another living process that has it means that two pods have one rank."""
         key = f"place/{self.topology.node_rank}"
-        claim = json.dumps({"uid": self.spec.uid, "pod": self.spec.pod, "source": self.topology.source})
+        place = {
+            "uid": self.uid,
+            "process": self.spec.uid,
+            "pod": self.spec.pod,
+            "pod_uid": self.spec.pod_uid,
+            "source": self.topology.source,
+        }
+        claim = json.dumps(place)
         holder = self.channel.claim(key, claim)
-        if holder == claim:
-            return
-        watch, end = Watch(), time.monotonic() + RIVAL_SECONDS
-        watch.look(self.channel, self.topology.node_rank)
-        while time.monotonic() < end:
-            time.sleep(0.1)
-            if watch.look(self.channel, self.topology.node_rank) == 0:
-                rival = json.loads(holder)
+        while holder != claim:
+            rival = json.loads(holder)
+            if not self._succeeds(rival):
                 problem = self._rivals(
                     f"pod {rival['pod']} (by {rival['source']}) and pod {self.spec.pod} (by {self.topology.source})"
                 )
-                self.channel.write("conflict", str(problem))
+                self._post("conflict", text=str(problem))
                 raise problem
-        if self.channel.claim(key, claim, expected=holder) != claim:
-            raise BarrierError(
-                f"Another process took node rank {self.topology.node_rank} at the same time.", "This one gave way."
-            )
+            holder = self.channel.claim(key, claim, expected=holder)
+        self._post("place", place=place)
+
+    def _succeeds(self, rival: Mapping[str, Any]) -> bool:
+        """Whether this process comes after that one: its earlier self, or one that has ended or stands still."""
+        is_same_pod = rival["pod_uid"] is not None and rival["pod_uid"] == self.spec.pod_uid
+        if rival["process"] == self.spec.uid or is_same_pod:
+            return True
+        key, beats, watch = _beat(rival["uid"]), -1, Watch()
+        while beats < RIVAL_BEATS:
+            if self.channel.read(f"gone/{rival['uid']}") is not None:
+                return True
+            (still,) = watch.look(self.channel, [key])
+            beats += still == 0
+            if still > RIVAL_SECONDS:
+                return True
+            self.idle()
+            time.sleep(0.1)
+        return False
 
     def _rivals(self, pods: str) -> TopologyError:
         return TopologyError(
@@ -151,89 +263,222 @@ class Member:
             "Give each pod its own rank; `initwarm topology --explain` says where each got it.",
         )
 
+    # What pods tell the leader.
+
+    def _post(self, kind: str, **data: Any) -> None:
+        letter = {"kind": kind, "node": self.topology.node_rank, "uid": self.uid, **data}
+        self.channel.append("mail", json.dumps(letter))
+
     def say_hello(self, hello: Hello) -> None:
         """State what this pod is and has."""
-        self.channel.write(f"hello/{hello.node_rank}/{hello.uid}", encode_hello(hello))
-
-    def hello_of(self, node_rank: int) -> Hello | None:
-        """The hello of whoever holds this place now."""
-        place = self.channel.read(f"place/{node_rank}")
-        if place is None:
-            return None
-        text = self.channel.read(f"hello/{node_rank}/{json.loads(place)['uid']}")
-        return None if text is None else parse_hello(text)
-
-    def announce(self, step: Step) -> None:
-        """Order all pods to carry out a step (leader)."""
-        self.channel.write(f"step/{step.number}", encode(step))
-
-    def step(self, number: int) -> Step | None:
-        """The step of this number, once it is announced."""
-        text = self.channel.read(f"step/{number}")
-        return None if text is None else parse_step(text)
+        self._post("hello", hello=encode_hello(hello))
 
     def answer(self, number: int, answer: Answer) -> None:
         """Tell the leader how a step went here."""
-        self.channel.write(f"answer/{number}/{answer.node_rank}", encode(answer))
-
-    def answer_of(self, number: int, node_rank: int) -> Answer | None:
-        """A pod's answer, once it is there."""
-        text = self.channel.read(f"answer/{number}/{node_rank}")
-        return None if text is None else parse_answer(text)
-
-    def announce_end(self, data: Mapping[str, Any]) -> None:
-        """Tell all pods how the round ended; they hear it in whatever step they are (leader)."""
-        self.channel.write("end", json.dumps(data))
+        self._post("answer", number=number, answer=encode(answer))
 
     def leave(self, problem: InitwarmError | None) -> None:
         """Say goodbye: done with the round, or gone for a reason."""
         error = None if problem is None else as_error(problem, self.spec.pod)
-        self.channel.write(f"gone/{self.topology.node_rank}", json.dumps({"pod": self.spec.pod, "error": error}))
+        # Where whoever takes this place looks, too.
+        self.channel.write(f"gone/{self.uid}", "1")
+        self._post("gone", pod=self.spec.pod, error=error)
 
-    def has_left(self, node_rank: int) -> bool:
-        """Whether this pod has said goodbye."""
-        return self.channel.read(f"gone/{node_rank}") is not None
+    def collect(self) -> None:
+        """Take in what has arrived (leader).
 
-    def is_present(self, node_rank: int) -> bool:
-        """Whether a pod has taken this place."""
-        return self.channel.read(f"place/{node_rank}") is not None
+        Raises:
+            TopologyError: two living pods claim one place.
+            InitwarmError: a pod could not go on.
+            RoundOver: a pod was replaced after the round had begun.
+        """
+        length = self.channel.length("mail")
+        numbers = [*self._pending, *range(self._heard + 1, length + 1)]
+        self._heard, self._pending = length, []
+        texts = self.channel.read_many([f"mail/{number}" for number in numbers])
+        for number, text in zip(numbers, texts, strict=True):
+            if text is None:
+                self._pending.append(number)  # its writer has numbered it and not written it yet
+            else:
+                self._take(json.loads(text))
+
+    def _take(self, letter: Mapping[str, Any]) -> None:
+        node, kind = letter.get("node"), letter["kind"]
+        if kind == "conflict":
+            raise TopologyError(letter["text"])
+        assert isinstance(node, int)
+        if kind == "place":
+            self._seat(node, letter["place"])
+            return
+        if node not in self.places or self.places[node]["uid"] != letter["uid"]:
+            return  # of a process that has been replaced
+        if kind == "hello":
+            self.hellos[node] = parse_hello(letter["hello"])
+            self.last_arrival = time.monotonic()
+        elif kind == "answer":
+            self.answers.setdefault(letter["number"], {})[node] = parse_answer(letter["answer"])
+        elif kind == "gone":
+            self._part(node, letter)
+
+    def _seat(self, node: int, place: dict[str, Any]) -> None:
+        before = self.places.get(node)
+        self.places[node] = place
+        self.hellos.pop(node, None)
+        self.leaving.pop(node, None)
+        self.last_arrival = time.monotonic()
+        if before is not None and before["uid"] != place["uid"]:
+            self.say(
+                "initwarm.pod.replaced", message=f"pod {place['pod']} takes node rank {node}", before=before["pod"]
+            )
+            if self._has_roster:
+                raise RoundOver(f"node rank {node} was restarted (pod {place['pod']})")
+
+    def _part(self, node: int, letter: Mapping[str, Any]) -> None:
+        self.farewells.add(node)
+        error = letter["error"]
+        if error is None:
+            return
+        if error["kind"] != "Stopped":
+            raise from_error(error)
+        stopped = BarrierError(
+            f"Node rank {node} (pod {letter['pod']}) was stopped, and nobody took its place within "
+            f"{SUCCESSOR_SECONDS:.0f} s.",
+            "The group cannot go on without it.",
+        ).at(None, letter["pod"])
+        self.leaving[node] = (time.monotonic(), stopped)
+        self.say(
+            "initwarm.pod.left", message=f"node rank {node} (pod {letter['pod']}) was stopped; waiting for another"
+        )
+
+    def lost_pod(self) -> InitwarmError | None:
+        """Why a pod that has left or fallen silent is what everybody waits for, if one has (leader)."""
+        for _since, problem in self.leaving.values():
+            return problem
+        silent = self._silent(self.places)
+        return next((self._silence(node, still) for node, still in silent.items()), None)
+
+    def is_any_silent(self, nodes: Iterable[int]) -> bool:
+        """Whether one of these pods has stopped, or its counter stands still (leader)."""
+        return any(node in self.leaving for node in nodes) or bool(self._silent(nodes))
+
+    def _silent(self, nodes: Iterable[int]) -> dict[int, float]:
+        """Those of these pods whose counter stands still, each with for how many seconds."""
+        living = [node for node in nodes if node in self.places and node not in self.farewells]
+        stills = self.watch.look(self.channel, [_beat(self.places[node]["uid"]) for node in living])
+        return {node: still for node, still in zip(living, stills, strict=True) if still > RIVAL_SECONDS}
+
+    # What the leader announces.
+
+    def call_the_roll(self, nodes: Mapping[int, Hello]) -> None:
+        """Fix who takes part: from now on a newcomer ends the round (leader)."""
+        self.channel.write("roster", json.dumps({str(node): self.places[node]["uid"] for node in nodes}))
+        self._has_roster = True
+
+    def announce(self, step: Step) -> None:
+        """Order all pods to carry out a step (leader)."""
+        self.channel.append("orders", json.dumps({"kind": "step", "step": encode(step)}))
+
+    def announce_end(self, data: Mapping[str, Any]) -> None:
+        """Tell all pods how the round ended; they hear it in whatever step they are (leader)."""
+        self._greet(has_ended=data["outcome"] == "warm")
+        self.channel.append("orders", json.dumps({"kind": "end", "end": data}))
+
+    def announce_over(self, why: str) -> None:
+        """Tell all pods that this round ends without a result (leader)."""
+        self._greet(has_ended=True)
+        places = {str(node): place["process"] for node, place in self.places.items()}
+        self.channel.append("orders", json.dumps({"kind": "over", "why": why, "places": places}))
+
+    def next_step(self) -> Step | None:
+        """The next step for this pod, once it is announced.
+
+        Raises:
+            GroupEnded, RoundOver, BarrierError: as `check_group`.
+        """
+        self._hear_orders()
+        return parse_step(self._orders.pop(0)["step"]) if self._orders else None
+
+    def _hear_orders(self) -> None:
+        length = self.channel.length("orders")
+        while self._orders_heard < length:
+            text = self.channel.read(f"orders/{self._orders_heard + 1}")
+            if text is None:
+                return
+            self._orders_heard += 1
+            self._obey(json.loads(text))
+
+    def _obey(self, order: dict[str, Any]) -> None:
+        if order["kind"] == "step":
+            if not self._has_roster:
+                roster = json.loads(self.channel.read("roster") or "{}")
+                self._has_roster = True
+                self._is_in_roster = roster.get(str(self.topology.node_rank)) == self.uid
+            if self._is_in_roster:
+                self._orders.append(order)
+        elif order["kind"] == "end":
+            # A warm end is that of those who took part; whoever came later has none of its files.
+            if order["end"]["outcome"] == "warm" and not self._is_in_roster:
+                raise RoundOver("the round that this pod found had just ended")
+            raise GroupEnded(order["end"])
+        else:
+            holder = order["places"].get(str(self.topology.node_rank))
+            if holder is not None and holder != self.spec.uid:
+                raise SupersededError(
+                    f"Another process took node rank {self.topology.node_rank} in place of this one.",
+                    "This process gave way.",
+                    "Nothing needs to be done if this pod was replaced or restarted.",
+                )
+            raise RoundOver(order["why"])
 
     def check_group(self) -> None:
         """Raise if the round has ended, or cannot go on because somebody is gone.
 
         Raises:
             GroupEnded: the leader said so.
-            BarrierError: a pod left or its counter stood still for the lease.
+            RoundOver: another round begins.
+            LostLeaderError: the leader is gone or silent (follower).
+            BarrierError: a pod left and nobody came in its place, or its counter stood still for too long (leader).
         """
-        end = self.channel.read("end")
-        if end is not None:
-            raise GroupEnded(json.loads(end))
         if not self.is_leader:
-            self._check_alive(0)
+            self._hear_orders()
+            self._check_alive([0])
             return
-        conflict = self.channel.read("conflict")
-        if conflict is not None:
-            raise TopologyError(conflict)
-        for node_rank in range(1, self.topology.num_nodes):
-            gone = self.channel.read(f"gone/{node_rank}")
-            if gone is not None:
-                raise _gone(node_rank, json.loads(gone))
-            if self.channel.read(f"place/{node_rank}") is not None:
-                self._check_alive(node_rank)
+        if self._beacon is not None and self._beacon.problem is not None and not self._has_beacon_problem:
+            self._has_beacon_problem = True  # raised once: what follows from it has to be said to the others
+            raise self._beacon.problem
+        self.collect()
+        now = time.monotonic()
+        for since, problem in self.leaving.values():
+            if now - since > SUCCESSOR_SECONDS:
+                raise problem
+        self._check_alive([node for node in self.places if node > 0 and node not in self.farewells])
 
-    def _check_alive(self, node_rank: int) -> None:
-        still = self.watch.look(self.channel, node_rank)
-        if still > DEAD_SECONDS:
-            raise BarrierError(
-                f"Nothing was heard for {still:.0f} s from {self.watch.describe(node_rank)}.",
-                "The group cannot go on.",
-                "Look at that pod: it was stopped, evicted, or its network is cut.",
-            )
+    def _check_alive(self, nodes: list[int]) -> None:
+        keys = [_beat(self.places[node]["uid"]) for node in nodes]
+        for node, still in zip(nodes, self.watch.look(self.channel, keys), strict=True):
+            if still > DEAD_SECONDS:
+                raise self._silence(node, still)
+
+    def _silence(self, node: int, still: float) -> BarrierError:
+        kind = BarrierError if self.is_leader else LostLeaderError
+        problem = kind(
+            f"Nothing was heard for {still:.0f} s from {self.describe(node)}.",
+            "The group cannot go on.",
+            "Look at that pod: it was stopped, evicted, or its network is cut.",
+        )
+        problem.at(None, self.places[node]["pod"])
+        return problem
 
     def close(self) -> None:
-        """Stop the heartbeat."""
+        """Stop the heartbeat, and be found no longer."""
         if self._heartbeat is not None:
             self._heartbeat.stop()
+        if self._beacon is not None:
+            self._beacon.stop()
+
+
+def _beat(uid: str) -> str:
+    return f"beat/{uid}"
 
 
 def as_error(problem: InitwarmError, pod: str) -> dict[str, Any]:
@@ -244,12 +489,3 @@ def as_error(problem: InitwarmError, pod: str) -> dict[str, Any]:
 def from_error(error: Mapping[str, Any]) -> InitwarmError:
     """The error that another pod reported."""
     return error_named(error["kind"], error["what"]).at(error["rank"], error["pod"])
-
-
-def _gone(node_rank: int, gone: Mapping[str, Any]) -> InitwarmError:
-    error = gone["error"]
-    if error is None or error["kind"] == "Stopped":
-        return BarrierError(
-            f"Node rank {node_rank} (pod {gone['pod']}) was stopped.", "The group cannot go on without it."
-        ).at(None, gone["pod"])
-    return from_error(error)

@@ -43,6 +43,50 @@ def resolve(host: str, port: int) -> list[tuple[socket.AddressFamily, str]]:
     return list(dict.fromkeys((family, str(sockaddr[0])) for family, _, _, _, sockaddr in found))
 
 
+def resolve_any(host: str, port: int) -> list[tuple[socket.AddressFamily, str]]:
+    """As `resolve`, also where the pod's search list lacks the cluster's domains, so that short names stay unknown."""
+    names = [host]
+    if "." in host and _is_name(host) and not host.endswith("."):
+        names += [f"{host}.", f"{host}.svc.cluster.local."]
+    return next((found for name in names if (found := resolve(name, port))), [])
+
+
+def _is_name(host: str) -> bool:
+    try:
+        _parse_address(host)
+    except ValueError:
+        return True
+    return False
+
+
+def own_addresses(environ: Mapping[str, str], interface: str | None = None) -> list[str]:
+    """The addresses of this pod at which others may reach it, in the order in which they should be tried.
+
+    Those of the chosen interface first; then what the downward API says (INITWARM_POD_IP, several with commas), then
+    the other interfaces. Loopback addresses serve only where there is nothing else, link-local ones never.
+
+    Args:
+        environ: the pod's environment.
+        interface: the one to use; None reads INITWARM_INTERFACE and NCCL_SOCKET_IFNAME.
+    """
+    held = [(name, address) for name, flags, address in _interface_addresses() if not flags & _IFF_LOOPBACK]
+    usable = [(name, address) for name, address in held if not address.is_link_local]
+    chosen = interface or environ.get("INITWARM_INTERFACE") or environ.get("NCCL_SOCKET_IFNAME") or ""
+    preferred = [str(address) for name, address in usable if chosen and _matches_nccl(name, chosen)]
+    told = [text.strip() for text in environ.get("INITWARM_POD_IP", "").split(",")]
+    told = [text for text in told if text and not _is_name(text)]
+    rest = [str(address) for _, address in usable]
+    return list(dict.fromkeys([*preferred, *told, *rest])) or ["127.0.0.1", "::1"]
+
+
+def _matches_nccl(name: str, value: str) -> bool:
+    """Whether NCCL would use this interface: names are prefixes, `=` makes them exact, `^` excludes them."""
+    patterns = tuple(value.lstrip("^=").split(","))
+    if value.startswith("^"):
+        return not name.startswith(patterns)
+    return name in patterns if value.startswith("=") else name.startswith(patterns)
+
+
 def address_towards(host: str, port: int) -> str:
     """The local address from which this machine reaches a host. Nothing is sent.
 
@@ -140,14 +184,7 @@ def _check_gloo(value: str | None, present: Sequence[str]) -> None:
 def _check_nccl(value: str | None, present: Sequence[str]) -> None:
     if not value:
         return
-    patterns = value.lstrip("^=").split(",")
-    if value.startswith("^"):
-        is_usable = any(not name.startswith(tuple(patterns)) for name in present)
-    elif value.startswith("="):
-        is_usable = any(name in patterns for name in present)
-    else:
-        is_usable = any(name.startswith(tuple(patterns)) for name in present)
-    if not is_usable:
+    if not any(_matches_nccl(name, value) for name in present):
         raise _unknown_interface("NCCL_SOCKET_IFNAME", value, present)
 
 

@@ -6,6 +6,7 @@ run it calls `pump`, which keeps the group in sight and raises when the run must
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -13,15 +14,19 @@ from pathlib import Path
 from typing import Any
 
 from initwarm import bundle as bundles
+from initwarm import schedule, strategy
 from initwarm.edges import worker
 from initwarm.edges.barrier import GroupSpec
 from initwarm.edges.engine_root import EngineRoot
 from initwarm.edges.entry import RunSpec
 from initwarm.edges.jobs import Job, JobEnd
+from initwarm.edges.partials import Partials
 from initwarm.edges.tuning import Tactic, TuneResult
 from initwarm.edges.volume import CacheVolume, StoredBundle
-from initwarm.errors import InitwarmError, LostRankError, VolumeError, error_named
+from initwarm.entries import encode_v1, merge_v1, parse_v1
+from initwarm.errors import DataError, InitwarmError, LostRankError, VolumeError, error_named
 from initwarm.identity import Identity
+from initwarm.rounds import RoundRecord, parse_round
 
 Say = Callable[..., None]
 Pump = Callable[[], None]
@@ -30,6 +35,8 @@ Pump = Callable[[], None]
 WAIT_SECONDS = 0.05
 #: What one rank's failure does to its peers is over by then; a rank that still runs stands still.
 LINGER_SECONDS = 2.0
+#: How often what is finished is copied to the volume, for the case that this pod does not live to say it.
+KEEP_SECONDS = 10.0
 #: How often a worker's missed keys are named; the rest is counted.
 NAMED_KEYS = 3
 
@@ -62,6 +69,8 @@ class Pod:
         self.progress: tuple[int, int, str] | None = None
         self._jobs: list[Job] = []
         self._provers: list[Job] = []
+        self._kept: dict[int, int] = {}
+        self._kept_at = time.monotonic()
         self._probe: worker.ProbeResult | None = None
 
     @property
@@ -69,6 +78,11 @@ class Pod:
         """What `probe` found."""
         assert self._probe is not None
         return self._probe
+
+    @property
+    def is_probed(self) -> bool:
+        """Whether it is known what this pod has."""
+        return self._probe is not None
 
     @property
     def identity(self) -> Identity:
@@ -81,6 +95,15 @@ class Pod:
         if not self.is_placed or self._probe is None:
             return ()
         return tuple(range(self.first_rank, self.first_rank + len(self._probe.identity)))
+
+    def begin_round(self) -> None:
+        """Let go of whatever an earlier round began; what its ranks have finished stays."""
+        self.close()
+        self._jobs, self._provers = [], []
+        self.engine_root.empty()
+        self.held, self.progress = None, None
+        self.is_placed = False
+        self.replayed = self.missed = 0
 
     def place(self, first_rank: int) -> None:
         """Say which ranks are this pod's; known when all pods have said how many they have."""
@@ -125,45 +148,137 @@ class Pod:
                 identity=other.identity,
             )
 
-    def tune(self, data: Mapping[str, Any], group_of: Callable[[int], GroupSpec | None]) -> dict[int, JobEnd]:
-        """Run the tuning of those local ranks that tune; returns how each ended."""
+    def tune(
+        self,
+        data: Mapping[str, Any],
+        base: bytes | None,
+        group_of: Callable[[int], GroupSpec | None],
+        tickets_of: Callable[[int], worker.Tickets | None],
+    ) -> dict[int, JobEnd]:
+        """Run the tuning of those local ranks that tune; returns how each ended.
+
+        Args:
+            data: of the step.
+            base: a v1 file of units that are finished already, the same on all ranks, or None.
+            group_of: the group with which a rank averages its timings.
+            tickets_of: where a rank draws its units.
+        """
         self.leave()
         tuners = [rank for rank in self.ranks if rank in data["tuners"]]
-        excluded = tuple(Tactic(**one) for one in data["excluded"])
-        # In lockstep a unit that only some ranks resume would make the others wait in its reduce.
-        attempt = data["attempt"] if data["strategy"] == "lockstep" else 0
-        jobs = [
-            self._job(
-                rank,
-                worker.tune,
-                worker.TuneSpec(
-                    rank=rank,
-                    device_index=self._device_index(rank),
-                    plan=self.spec.plan,
-                    excluded=excluded,
-                    group=group_of(rank),
-                    save_to=str(Path(self.spec.scratch) / f"progress-{data['round']}-{attempt}-{rank}.json"),
-                    check_outputs=self.spec.settings.check_outputs,
-                ),
+        budget = data["budget_seconds"]
+        until = None if budget is None else time.monotonic() + budget
+        specs = [
+            worker.TuneSpec(
+                rank=rank,
+                device_index=self._device_index(rank),
+                plan=self.spec.plan,
+                excluded=tuple(Tactic(**one) for one in data["excluded"]),
+                group=group_of(rank),
+                order=self._order(rank, data["strategy"], has_budget=budget is not None),
+                tickets=tickets_of(rank),
+                until=until,
+                resume=self._resume(rank, data, base),
+                save_to=str(self._progress_path(rank, data["round"])),
+                check_outputs=self.spec.settings.check_outputs,
             )
             for rank in tuners
         ]
-        self._wait(jobs, stop_all_on_failure=True)
+        jobs = [self._job(spec.rank, worker.tune, spec) for spec in specs]
+        try:
+            self._wait(
+                jobs,
+                stop_all_on_failure=data["strategy"] != strategy.SPLIT,
+                meanwhile=lambda: self._keep_finished(tuners, data["round"]),
+            )
+        except BaseException:
+            self._keep_finished(tuners, data["round"], is_last=True)
+            raise
         ends = {rank: job.end for rank, job in zip(tuners, jobs, strict=True)}
         for end in ends.values():
             if end is not None and isinstance(end.result, TuneResult):
                 self.tuned += end.result.tuned
         return {rank: end for rank, end in ends.items() if end is not None}
 
+    def _order(self, rank: int, chosen: str, has_budget: bool) -> tuple[int, ...]:
+        units = self.spec.plan.units_of(rank)
+        if has_budget:
+            return tuple(schedule.by_gain(units))
+        return tuple(schedule.by_cost(units) if chosen == strategy.SPLIT else range(len(units)))
+
+    def _progress_path(self, rank: int, round_number: int) -> Path:
+        return Path(self.spec.scratch) / f"progress-{round_number}-{rank}.json"
+
+    def _resume(self, rank: int, data: Mapping[str, Any], base: bytes | None) -> str | None:
+        """A file of all that this rank need not measure: what every rank was given, and what it has finished itself."""
+        own = self._progress_path(rank, data["round"])
+        files = [] if base is None else [parse_v1(base)]
+        if data["strategy"] == strategy.LOCKSTEP:
+            # A unit that only some ranks resume would make the others wait in its reduce.
+            own.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            try:
+                files.append(merge_v1([*files, parse_v1(own.read_bytes())])[0])
+            except DataError:
+                own.unlink()  # FlashInfer would not replace it
+        if not files:
+            return None
+        path = Path(self.spec.scratch) / f"resume-{rank}.json"
+        path.write_bytes(encode_v1(files[-1]))
+        return str(path)
+
+    def finished(self, rank: int, round_number: int) -> bytes | None:
+        """What this rank has finished so far, as a v1 file."""
+        with contextlib.suppress(OSError):
+            return self._progress_path(rank, round_number).read_bytes()
+        return None
+
+    def _keep_finished(self, ranks: Sequence[int], round_number: int, is_last: bool = False) -> None:
+        """Copy what is finished to the volume, where the next life of this group finds it."""
+        if time.monotonic() - self._kept_at < KEEP_SECONDS and not is_last:
+            return
+        self._kept_at = time.monotonic()
+        for rank in ranks:
+            data = self.finished(rank, round_number)
+            if data is None or self._kept.get(rank) == len(data):
+                continue
+            try:
+                self.partials.write(f"{self.spec.topology.group}-{rank}", data)
+            except VolumeError as problem:
+                self.say("initwarm.partial.not_kept", message=str(problem))
+                return
+            self._kept[rank] = len(data)
+
+    @property
+    def partials(self) -> Partials:
+        """What unfinished runs of this plan in this environment have left on the volume."""
+        root = Path(self.spec.settings.cache_root)
+        return Partials(root, self.identity, self.spec.plan.digest, self.spec.key)
+
+    def recorded_round(self, group: str) -> RoundRecord | None:
+        """What this group's last warm round agreed on, as far as this pod's volume says."""
+        try:
+            return parse_round(self.volume.read_json(f"rounds/{group}.json"))
+        except VolumeError as problem:
+            self.say("initwarm.round.not_read", message=str(problem))
+            return None
+
+    def record_round(self, record: RoundRecord) -> None:
+        """Leave word of the round that this pod was in."""
+        self.volume.write_json(f"rounds/{record.group}.json", record.as_json())
+
+    def forget_round(self, group: str) -> None:
+        """Take the word of a round away, which later pods would believe."""
+        self.volume.remove_record(f"rounds/{group}.json")
+
     def publish(self, record: bundles.Bundle, files: Mapping[str, bytes]) -> StoredBundle:
         """Make a bundle visible on this pod's volume."""
         self.held = self.volume.publish(self.identity, record, files)
         return self.held
 
-    def find(self, digest: str, generation: int) -> StoredBundle | None:
+    def find(self, digest: str) -> StoredBundle | None:
         """The bundle, if this pod has it or sees it on its volume."""
         if self.held is None or self.held.digest != digest:
-            self.held = self.volume.get(self.identity.digest, self.spec.plan.digest, generation, digest)
+            self.held = self.volume.find(self.identity.digest, self.spec.plan.digest, digest)
         return self.held
 
     def keep(self, record: bundles.Bundle, files: Mapping[str, bytes]) -> None:
@@ -282,11 +397,18 @@ class Pod:
         self.progress = (progress.done, progress.total, text)
         self.note(text)
 
-    def _wait(self, jobs: Iterable[Job], until_spoken: bool = False, stop_all_on_failure: bool = False) -> None:
+    def _wait(
+        self,
+        jobs: Iterable[Job],
+        until_spoken: bool = False,
+        stop_all_on_failure: bool = False,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> None:
         everyone = list(jobs)
         waiting = everyone
         while waiting:
             self.pump()
+            meanwhile()
             waiting[0].wait(WAIT_SECONDS)
             failed = [job.end.moment for job in everyone if job.end is not None and job.end.error]
             if stop_all_on_failure and failed and time.monotonic() - min(failed) > LINGER_SECONDS:

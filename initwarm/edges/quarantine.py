@@ -17,7 +17,7 @@ from pathlib import Path
 from initwarm import __version__
 from initwarm.bundle import Place
 from initwarm.edges.files import RefusedError, unique_name
-from initwarm.edges.volume_reader import LAYOUT, QUARANTINE, VolumeReader, parts_of
+from initwarm.edges.volume_reader import LAYOUT, QUARANTINE, VolumeReader, again, parts_of
 from initwarm.jsontext import canonical
 
 SCHEMA = 1
@@ -51,7 +51,10 @@ def set_aside(volume: VolumeReader, parts: tuple[str, ...], reason: str, head: s
     path = volume.root.joinpath(*parts)
     name = f"{head}{unique_name().removeprefix('.staging-')}"
     try:
-        with volume.open(parts[:-1]) as above, volume.open((LAYOUT, QUARANTINE), make=True) as quarantine:
+        with (
+            again(lambda: volume.open(parts[:-1])) as above,
+            again(lambda: volume.open((LAYOUT, QUARANTINE), make=True)) as quarantine,
+        ):
             with quarantine.create(name) as target:
                 try:
                     above.move(parts[-1], target, parts[-1])

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 from initwarm.bundle import BUNDLE, encode_bundle, parse_bundle
 from initwarm.edges.barrier import GroupSpec
 from initwarm.edges.jobs import STOPPED, JobEnd
-from initwarm.edges.member import GroupEnded, as_error
+from initwarm.edges.member import GroupEnded, RoundOver, as_error
 from initwarm.edges.pod import error_of
 from initwarm.edges.tuning import TuneResult
-from initwarm.errors import BarrierError, InitwarmError, LostRankError, Stopped, TuningTimeout
+from initwarm.edges.worker import Tickets
+from initwarm.errors import BarrierError, InitwarmError, LostLeaderError, LostRankError, Stopped, TuningTimeout
 from initwarm.protocol import Answer, Step
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class Steps:
         self.spec = coordinator.spec
         self.member = coordinator.member
         self.pod = coordinator.pod
-        self._served: set[str] = set()
+        self._served: set[tuple[str, str]] = set()
 
     def carry_out(self, step: Step) -> Answer:
         """This pod's share of a step; an error becomes the answer, so that the leader hears it."""
@@ -46,7 +47,7 @@ class Steps:
         self.member.note(step.kind)
         try:
             data = getattr(self, f"_do_{step.kind}")(step)
-        except (Stopped, GroupEnded):
+        except (Stopped, GroupEnded, RoundOver, LostLeaderError):
             raise
         except InitwarmError as problem:
             return Answer(node_rank, error=as_error(problem, self.spec.pod))
@@ -56,22 +57,34 @@ class Steps:
         data = step.data
         self.pod.place(data["offsets"][self.spec.topology.node_rank])
         self.coordinator.begin_phase(self.tune_seconds(), TuningTimeout("Tuning did not end before the deadline."))
-        ends = self.pod.tune(data, lambda rank: self._lockstep_group(data, rank))
+        base = None if data["base"] is None else self._blob(data["base"], 0)
+        ends = self.pod.tune(
+            data, base, lambda rank: self._lockstep_group(data, rank), lambda rank: self._tickets(data, rank)
+        )
         failed = sorted(
             ((end.moment, rank) for rank, end in ends.items() if end.error not in (None, STOPPED)),
             key=lambda one: one[0],
         )
         if failed:
-            return self._lost_to_a_tactic(ends, failed[0][1], is_lockstep=data["strategy"] == "lockstep")
+            lost = self._lost_to_a_tactic(ends, failed[0][1], is_lockstep=data["strategy"] == "lockstep")
+            return {"lost": lost, "finished": self._finished(ends, data)}
         results = {rank: end.result for rank, end in ends.items() if isinstance(end.result, TuneResult)}
         answers = {str(rank): self._tuned(result) for rank, result in results.items()}
         return {"ranks": answers}
+
+    def _finished(self, ends: Mapping[int, JobEnd], data: Mapping[str, Any]) -> list[str]:
+        """The digests of what this pod's ranks have finished, for whoever goes on with the units of a lost one."""
+        files = [
+            end.result.v1 if isinstance(end.result, TuneResult) else self.pod.finished(rank, data["round"])
+            for rank, end in ends.items()
+        ]
+        return [self.member.channel.send_blob(file) for file in files if file is not None]
 
     def _lost_to_a_tactic(self, ends: Mapping[int, JobEnd], earliest: int, is_lockstep: bool) -> dict[str, Any]:
         """The answer of a pod that lost a worker to a tactic; raises for whatever else was first or stood still."""
         end = ends[earliest]
         if end.is_lost and end.last_note is not None and end.last_note[1].tactic is not None:
-            return {"lost": {"rank": earliest, "tactic": vars(end.last_note[1].tactic), "what": end.error}}
+            return {"rank": earliest, "tactic": vars(end.last_note[1].tactic), "what": end.error}
         still = [rank for rank, end in ends.items() if end.error == STOPPED]
         if is_lockstep and still:
             note = ends[still[0]].last_note
@@ -93,6 +106,7 @@ class Steps:
         return {
             "v1": self.member.channel.send_blob(result.v1),
             "store": None if result.store is None else self.member.channel.send_blob(result.store),
+            "done": list(result.done),
             "tuned": result.tuned,
             "failed": list(result.failed),
             "degraded": list(result.degraded),
@@ -104,6 +118,13 @@ class Steps:
             return None
         stage = next(ranks for ranks in data["stages"] if rank in ranks)
         return self._group(f"tune/{data['round']}/{data['attempt']}/{stage[0]}", "gloo", stage.index(rank), len(stage))
+
+    def _tickets(self, data: Mapping[str, Any], rank: int) -> Tickets | None:
+        if data["strategy"] != "split":
+            return None
+        stage = next(ranks for ranks in data["stages"] if rank in ranks)
+        key = f"{self.member.epoch}/tickets/{data['round']}/{data['attempt']}/{stage[0]}"
+        return Tickets(self.member.host, self.member.port, key)
 
     def _group(self, name: str, backend: str, rank: int, size: int) -> GroupSpec:
         return GroupSpec(
@@ -123,7 +144,7 @@ class Steps:
         self.coordinator.begin_phase(
             self.tune_seconds(), TuningTimeout("The bundle did not arrive before the deadline.")
         )
-        if self.pod.find(data["digest"], data["generation"]) is None:
+        if self.pod.find(data["digest"]) is None:
             self._fetch(data["digest"], data["holder"])
         self.pod.fill()
         return {}
@@ -134,24 +155,26 @@ class Steps:
         listing = json.loads(
             self.coordinator.wait_for(lambda: self.member.channel.read(f"files/{digest}"), what=(holder,))
         )
-        blobs = {
-            name: self.coordinator.wait_for(lambda sha=sha: self.member.channel.receive_blob(sha), what=(holder,))  # type: ignore[misc]
-            for name, sha in listing.items()
-        }
+        blobs = {name: self._blob(sha, holder) for name, sha in listing.items()}
         record = parse_bundle(blobs.pop(BUNDLE))
         self.pod.keep(record, blobs)
+
+    def _blob(self, digest: str, sender: int) -> bytes:
+        data = self.coordinator.wait_for(lambda: self.member.channel.receive_blob(digest), what=(sender,))
+        assert isinstance(data, bytes)
+        return data
 
     def serve(self) -> None:
         """Send the bundle that this pod holds to those who asked for it."""
         held = self.pod.held
-        if held is None or held.digest in self._served:
+        if held is None or (self.member.epoch, held.digest) in self._served:
             return
         if self.member.channel.read(f"want/{held.digest}") is None:
             return
         files = {BUNDLE: encode_bundle(held.bundle), **held.files}
         listing = {name: self.member.channel.send_blob(data) for name, data in files.items()}
         self.member.channel.write(f"files/{held.digest}", json.dumps(listing))
-        self._served.add(held.digest)
+        self._served.add((self.member.epoch, held.digest))
 
     def _do_discard(self, step: Step) -> dict[str, Any]:
         self.pod.discard(step.data["digest"], step.data["reason"])

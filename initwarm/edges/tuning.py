@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,10 @@ from initwarm.edges.installation import Features, autotuner, collect_metadata, f
 from initwarm.edges.outputs import disagreeing_ops
 from initwarm.edges.tuners import LookUp, Observed, Tactic, install
 from initwarm.edges.winners import publish_winners
-from initwarm.entries import parse_v1
+from initwarm.entries import encode_v1, parse_v1, select_v1
 from initwarm.errors import DataError, InitwarmError, TuningError
 from initwarm.plan import Unit
+from initwarm.schedule import seconds_left
 
 __all__ = ["Features", "Progress", "Tactic", "TuneResult", "collect_metadata", "features", "quiet", "tune"]
 
@@ -63,6 +64,7 @@ class TuneResult:
     Args:
         v1: the file that FlashInfer's save_configs wrote.
         store: the packed v2 store with the same winners, or None where this version has none.
+        done: indices of the units that were finished, in order.
         tuned: entries that were measured, those of an earlier attempt not counted.
         measured: tactics that were run for that.
         failed: units for which an op has no winner, each with the reason.
@@ -72,6 +74,7 @@ class TuneResult:
 
     v1: bytes
     store: bytes | None
+    done: tuple[int, ...]
     tuned: int
     measured: int
     failed: tuple[str, ...]
@@ -83,6 +86,8 @@ def tune(
     units: Sequence[Unit],
     device: torch.device,
     *,
+    order: Iterable[int] | None = None,
+    until: float | None = None,
     excluded: Collection[Tactic],
     group: Any,
     resume: Path | None,
@@ -93,24 +98,29 @@ def tune(
     """Measure units on one device.
 
     Args:
-        units: in order; with a group, the same number on all its ranks.
+        units: that this rank may have to measure; with a group, the same number on all its ranks.
+        order: indices of those that it does measure, asked for one at a time; None for all of them in order. With a
+            group, the same on all its ranks.
+        until: moment on this machine's monotonic clock after which no unit is begun, or None.
         device: where the tensors live.
         excluded: tactics that must not run.
         group: process group that timings are averaged over, or None.
-        resume: file of an earlier attempt, whose entries are not measured again, or None. A file that cannot be used is
-            passed over; with a group none is used, since a unit that only some ranks measure would hang the others.
-        save_to: gets what is finished, while the work goes on; not with a group.
+        resume: file of an earlier attempt, whose entries are not measured again, or None; with a group, the same bytes
+            on all its ranks, since a unit that only some of them measure would hang the others. Without one, a file
+            that cannot be used is passed over.
+        save_to: gets what is finished, while the work goes on.
         check_outputs: refuse winners that disagree with the default tactic.
         report: hears where the work is, also before each measurement.
 
     Raises:
-        TuningError: a call failed by itself, or its inputs do not fit on the device.
+        TuningError: a call failed by itself, its inputs do not fit on the device, or the group's file cannot be used.
         UnavailableError: this FlashInfer lacks a function.
         SystemExit: a kernel left the GPU unusable; `report` has heard which.
     """
     quiet()
     with on_device(device), _averaged_over(group):
-        return _Session(units, device, excluded, group, save_to, check_outputs, report).run(resume)
+        session = _Session(units, device, excluded, group, save_to, check_outputs, report)
+        return session.run(range(len(units)) if order is None else order, until, resume)
 
 
 class _Session:
@@ -130,8 +140,10 @@ class _Session:
         self.save_to = save_to
         self.check_outputs = check_outputs
         self.report = report
-        self.done = 0
-        self.saved_at = time.monotonic()
+        self.done: list[int] = []
+        self.current = 0
+        self.began = self.saved_at = time.monotonic()
+        self.is_resumed = False
         self.save_cost = 0.0
         self.tuner = install(device, excluded, self._say)
         self.key_fields: dict[str, Any] = {}
@@ -142,35 +154,51 @@ class _Session:
         self.attempts: dict[str, set[str]] = {}
         self.failures: dict[str, dict[str, Exception]] = {}
 
-    def run(self, resume: Path | None) -> TuneResult:
-        if resume is not None and self.group is None:
+    def run(self, order: Iterable[int], until: float | None, resume: Path | None) -> TuneResult:
+        if resume is not None:
             self._resume(resume)
         collect_metadata(self.device)  # FlashInfer keeps what is slow to find out; the first save would seem dear
-        for unit in self.units:
+        indices = iter(order)
+        while not self._is_time_up(until):
+            index = next(indices, None)
+            if index is None:
+                break
+            self.current = index
             self._say(None)
-            self._tune_unit(unit)
-            self.done += 1
-            if self.group is None:
-                self._save()
+            self._tune_unit(self.units[index])
+            self.done.append(index)
+            self._save()
         return self._result()
 
+    def _is_time_up(self, until: float | None) -> bool:
+        if until is None:
+            return False
+        is_up = time.monotonic() >= until
+        if self.group is not None:
+            # A rank that begins a unit which another does not would wait for its timings.
+            flag = torch.tensor([int(is_up)])
+            torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group=self.group)
+            is_up = bool(flag.item())
+        return is_up
+
     def _resume(self, path: Path) -> None:
-        """Load what an earlier attempt finished; remove what cannot be used, since FlashInfer would not replace it."""
+        """Load what an earlier attempt finished."""
         try:
             parse_v1(path.read_bytes())
-            is_loaded = self.tuner.load_configs(str(path))
+            self.is_resumed = self.tuner.load_configs(str(path))
         except (OSError, DataError):
-            is_loaded = False
-        if not is_loaded:
-            with contextlib.suppress(OSError):
-                path.unlink()
+            self.is_resumed = False
+        if not self.is_resumed and self.group is not None:
+            raise TuningError("What an earlier run has finished cannot be loaded here.", "Nothing was tuned.")
 
     def _say(self, tactic: Tactic | None) -> None:
-        unit = self.units[self.done].name
-        text = f"unit {self.done + 1}/{len(self.units)}, {unit}"
+        text = f"unit {len(self.done) + 1}/{len(self.units)}, {self.units[self.current].name}"
         if tactic is not None:
             text += f", {tactic.name}"
-        self.report(Progress(text, self.done, len(self.units), tactic))
+        left = seconds_left(self.units, self.done, time.monotonic() - self.began)
+        if left is not None:
+            text += f", about {left:.0f} s left"
+        self.report(Progress(text, len(self.done), len(self.units), tactic))
 
     def _tune_unit(self, unit: Unit) -> None:
         call = prepare(unit, self.device)
@@ -250,10 +278,14 @@ class _Session:
             path = Path(directory) / "v1.json"
             self.tuner.save_configs(str(path))
             v1 = path.read_bytes()
+            if self.is_resumed:
+                # Entries that this rank was not asked for are those of the rank that was.
+                v1 = encode_v1(select_v1(parse_v1(v1), self.key_fields.keys()))
             store = publish_winners(v1, self.key_fields, Path(directory) / "store") if features().has_store else None
         return TuneResult(
             v1=v1,
             store=store,
+            done=tuple(self.done),
             tuned=len(self.tuned),
             measured=self.measured,
             failed=tuple(self.failed),

@@ -94,9 +94,7 @@ class CacheVolume:
         effect = "The cache volume cannot be written."
         try:
             with self._translated(self.root, effect):
-                make_top(self.root)
-                with Directory.open(self.root) as root:
-                    _probe(root)
+                self._reader.patiently(lambda: _mark_and_probe(self.root), self.root, effect)
         except VolumeError as obstacle:
             cause = obstacle.__cause__
             if not (isinstance(cause, OSError) and cause.errno in _NOT_WRITABLE and self._can_be_read()):
@@ -140,6 +138,12 @@ class CacheVolume:
         place = Place(identity_digest, plan, generation, digest)
         return self._reader.examine(place, manifest.metadata if manifest else None)[0]
 
+    def find(self, identity_digest: str, plan: str, digest: str) -> StoredBundle | None:
+        """As `get`, of whatever generation it is on this volume."""
+        places = self._places(identity_digest, plan) if is_digest(identity_digest) and is_digest(plan) else []
+        generations = [place.generation for place in places if place.digest == digest]
+        return next((found for one in generations if (found := self.get(identity_digest, plan, one, digest))), None)
+
     def publish(self, identity: Identity, bundle: Bundle, files: Mapping[str, bytes]) -> StoredBundle:
         """Make a bundle visible to every pod, or find that the very same one already is.
 
@@ -163,8 +167,9 @@ class CacheVolume:
             present = self._same(identity, bundle)
             if present is not None:
                 return present
-            self._put_identity(identity)
-            with self._reader.open(parts, make=True) as parent:
+            with self._made((LAYOUT,), effect) as layout:
+                self._put_identity(layout, identity)
+            with self._made(parts, effect) as parent:
                 generation = self._put_bundle(parent, bundle, files)
             return StoredBundle(bundle, files, generation, bundle.digest)
 
@@ -192,11 +197,8 @@ class CacheVolume:
         Raises:
             VolumeError: it could not be written.
         """
-        parts = _record_parts(relative)
-        with (
-            self._translated(self.root.joinpath(*parts), "The record was not written."),
-            self._reader.open(parts[:-1], make=True) as directory,
-        ):
+        parts, effect = _record_parts(relative), "The record was not written."
+        with self._translated(self.root.joinpath(*parts), effect), self._made(parts[:-1], effect) as directory:
             directory.replace(parts[-1], canonical(value))
 
     def read_json(self, relative: str, limit: int = RECORD_BYTES) -> Any | None:
@@ -218,6 +220,20 @@ class CacheVolume:
             set_aside(self._reader, parts, str(problem))
             return None
 
+    def remove_record(self, relative: str) -> None:
+        """Take a record away, if there is one.
+
+        Raises:
+            VolumeError: it is still there.
+        """
+        parts = _record_parts(relative)
+        with (
+            self._translated(self.root.joinpath(*parts), "The record is still there."),
+            contextlib.suppress(FileNotFoundError),
+            self._reader.open(parts[:-1]) as directory,
+        ):
+            directory.remove(parts[-1])
+
     def _can_be_read(self) -> bool:
         try:
             self._reader.names((LAYOUT,))
@@ -235,15 +251,15 @@ class CacheVolume:
     def _set_intruders_aside(self, parts: tuple[str, ...]) -> list[Quarantined]:
         """Clear the path to a plan's bundles of links and files where only directories are ever made."""
         try:
-            with self._reader.open(parts):
-                return []
+            self._reader.patiently(lambda: self._reader.open_listed(parts).close(), self.root.joinpath(*parts))
         except RefusedError as problem:
             intruder = parts[: parts.index(problem.name) + 1]
             # The layout's own directory holds the quarantine, so nothing can be moved there from its place.
             return [] if intruder == (LAYOUT,) else [set_aside(self._reader, intruder, str(problem))]
-        except OSError:
+        except (FileNotFoundError, VolumeError):
             # Missing, or told by the read that follows.
             return []
+        return []
 
     def _same(self, identity: Identity, bundle: Bundle) -> StoredBundle | None:
         """The bundle that is already there under this digest, if it is good; a bad one is set aside."""
@@ -256,11 +272,15 @@ class CacheVolume:
                     set_bundle_aside(self._reader, place, "; ".join(found.problems))
         return None
 
-    def _put_identity(self, identity: Identity) -> None:
-        with self._reader.open((LAYOUT,), make=True) as layout:
-            if identity.digest not in layout.names():
-                _publish_identity(layout, identity)
-            self._heal_manifest(layout, identity)
+    def _made(self, parts: tuple[str, ...], effect: str) -> Directory:
+        """Open a directory below the root, made where it is missing."""
+        path = self.root.joinpath(*parts)
+        return self._reader.patiently(lambda: self._reader.open(parts, make=True), path, effect)
+
+    def _put_identity(self, layout: Directory, identity: Identity) -> None:
+        if identity.digest not in layout.names():
+            _publish_identity(layout, identity)
+        self._heal_manifest(layout, identity)
 
     def _heal_manifest(self, layout: Directory, identity: Identity) -> None:
         try:
@@ -325,6 +345,12 @@ class CacheVolume:
             raise volume_error(problem, path, effect) from problem
         except RefusedError as problem:
             raise VolumeError(f"{path}: {problem}.", effect, "Remove it; only directories belong here.") from problem
+
+
+def _mark_and_probe(root: Path) -> None:
+    make_top(root)
+    with Directory.open(root) as top:
+        _probe(top)
 
 
 def _probe(root: Directory) -> None:

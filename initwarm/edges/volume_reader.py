@@ -1,12 +1,14 @@
 """Reading the cache volume: what lies where, and whether it is what it claims to be. Changes nothing.
 
 Each file is opened once, relative to open directories, without following links, and read from start to end. A network
-file system that lost its handle is asked again a few times before that is an error.
+file system that lost its handle is asked again a few times before that is an error. It may also remember for a minute
+that a name was not there, so a name that nobody has announced is looked for in its directory's listing first.
 """
 
 from __future__ import annotations
 
 import errno
+import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -42,6 +44,8 @@ class VolumeReader:
     def __init__(self, root: Path, key: bytes | None = None) -> None:
         self.root = root
         self.key = key
+        #: What directories listed when they were last looked at; names that were there need no second look.
+        self._listed: dict[tuple[str, ...], frozenset[str]] = {}
 
     def open(self, parts: tuple[str, ...], make: bool = False) -> Directory:
         """Open a directory below the root, step by step; with `make`, missing ones are made.
@@ -56,6 +60,28 @@ class VolumeReader:
                 directory = directory.make(part) if make else directory.child(part)
         return directory
 
+    def open_listed(self, parts: tuple[str, ...]) -> Directory:
+        """As `open`, and looks no name up that its directory does not list: it may be there a moment later.
+
+        Raises:
+            RefusedError, OSError: as `open` does.
+        """
+        directory = Directory.open(self.root)
+        for depth, part in enumerate(parts):
+            with directory:
+                self._must_list(directory, parts[:depth], part)
+                directory = directory.child(part)
+        return directory
+
+    def _must_list(self, directory: Directory, parts: tuple[str, ...], name: str) -> None:
+        if name not in self._listed.get(parts, ()) and name not in self._list(directory, parts):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(directory.path / name))
+
+    def _list(self, directory: Directory, parts: tuple[str, ...]) -> list[str]:
+        names = directory.names()
+        self._listed[parts] = frozenset(names)
+        return names
+
     def names(self, parts: tuple[str, ...]) -> list[str]:
         """Everything in a directory below the root; nothing where there is no such directory.
 
@@ -64,8 +90,8 @@ class VolumeReader:
         """
 
         def read() -> list[str]:
-            with self.open(parts) as directory:
-                return directory.names()
+            with self.open_listed(parts) as directory:
+                return self._list(directory, parts)
 
         try:
             return self.patiently(read, self.root.joinpath(*parts))
@@ -82,7 +108,8 @@ class VolumeReader:
         """
 
         def read() -> bytes:
-            with self.open(parts[:-1]) as directory:
+            with self.open_listed(parts[:-1]) as directory:
+                self._must_list(directory, parts[:-1], parts[-1])
                 return directory.read(parts[-1], limit)
 
         return self.patiently(read, self.root.joinpath(*parts))
@@ -129,24 +156,20 @@ class VolumeReader:
         except RefusedError as problem:
             return None, Examined(problems=(str(problem),))
 
-    def patiently(self, read: Callable[[], T], path: Path) -> T:
-        """Carry out a read, again where a network file system lost its handle, and translate what stays an error.
+    def patiently(self, operation: Callable[[], T], path: Path, effect: str = "The cache volume cannot be read.") -> T:
+        """Carry out what can be repeated, `again` where that helps, and translate what stays an error.
 
         Raises:
-            FileNotFoundError, RefusedError: as the read does.
+            FileNotFoundError, RefusedError: as the operation does.
             VolumeError: for every other error of the operating system.
         """
-        attempt = 1
-        while True:
-            try:
-                return read()
-            except FileNotFoundError:
-                raise
-            except OSError as problem:
-                if problem.errno not in _TRANSIENT or attempt == _ATTEMPTS:
-                    raise volume_error(problem, path, "The cache volume cannot be read.", attempt) from problem
-            _pause(_FIRST_PAUSE_SECONDS * 2 ** (attempt - 1))
-            attempt += 1
+        try:
+            return again(operation)
+        except FileNotFoundError:
+            raise
+        except OSError as problem:
+            attempts = _ATTEMPTS if problem.errno in _TRANSIENT else 1
+            raise volume_error(problem, path, effect, attempts) from problem
 
     def _examine(self, place: Place, metadata: Mapping[str, str] | None) -> tuple[StoredBundle | None, Examined]:
         with self.open(parts_of(place)) as directory:
@@ -169,6 +192,18 @@ class VolumeReader:
             return directory.read(MAC, RECORD_BYTES)
         except FileNotFoundError:
             return None
+
+
+def again(operation: Callable[[], T]) -> T:
+    """Carry out what can be repeated, up to five times in a second where a network file system lost its handle."""
+    for attempt in range(_ATTEMPTS - 1):
+        try:
+            return operation()
+        except OSError as problem:
+            if problem.errno not in _TRANSIENT:
+                raise
+        _pause(_FIRST_PAUSE_SECONDS * 2**attempt)
+    return operation()
 
 
 def parts_of(place: Place) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ connection; an error leaves as an exception, which elastic's error file carries.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from initwarm.edges import barrier, replay, tuning
+from initwarm.edges.channel import open_client
 from initwarm.edges.entry import settle
-from initwarm.errors import UnavailableError
+from initwarm.errors import LostLeaderError, UnavailableError
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -46,6 +47,15 @@ class ProbeResult:
 
 
 @dataclass(frozen=True)
+class Tickets:
+    """A counter on the leader's store from which ranks draw the numbers of units; nobody draws one twice."""
+
+    host: str
+    port: int
+    key: str
+
+
+@dataclass(frozen=True)
 class TuneSpec:
     """What one rank measures.
 
@@ -55,6 +65,10 @@ class TuneSpec:
         plan: of the group.
         excluded: tactics that no rank may run, since one killed a worker.
         group: of the ranks whose timings are averaged, or None.
+        order: indices of the rank's units, in the order in which to measure them.
+        tickets: where ranks that share the units take their numbers in this order, or None.
+        until: moment on this machine's monotonic clock after which no unit is begun, or None.
+        resume: file of units that are finished already, or None.
         save_to: file that keeps the finished units, also for the next attempt.
         check_outputs: compare each winner with the default tactic.
     """
@@ -64,6 +78,10 @@ class TuneSpec:
     plan: Plan
     excluded: tuple[tuning.Tactic, ...]
     group: GroupSpec | None
+    order: tuple[int, ...]
+    tickets: Tickets | None
+    until: float | None
+    resume: str | None
     save_to: str
     check_outputs: bool
 
@@ -141,19 +159,33 @@ def tune(conn: Connection, spec: TuneSpec) -> None:
     """Measure this rank's units and send back the files."""
     settle()
     device = device_of(spec.plan.device, spec.device_index)
-    save_to = Path(spec.save_to)
     with nullcontext() if spec.group is None else barrier.open_group(spec.group, device) as group:
         result = tuning.tune(
             spec.plan.units_of(spec.rank),
             device,
+            order=spec.order if spec.tickets is None else _drawn(spec.tickets, spec.order),
+            until=spec.until,
             excluded=spec.excluded,
             group=group,
-            resume=save_to if save_to.exists() else None,
-            save_to=save_to,
+            resume=None if spec.resume is None else Path(spec.resume),
+            save_to=Path(spec.save_to),
             check_outputs=spec.check_outputs,
             report=lambda progress: conn.send(("progress", progress)),
         )
     conn.send(("result", result))
+
+
+def _drawn(tickets: Tickets, order: tuple[int, ...]) -> Iterator[int]:
+    """This rank's share of the units, one at a time, until there are no more."""
+    store = open_client(tickets.host, tickets.port)
+    while True:
+        try:
+            number = int(store.add(tickets.key, 1)) - 1
+        except RuntimeError as problem:
+            raise LostLeaderError(f"The leader's counter of units is gone: {problem}.", "Tuning ended.") from problem
+        if number >= len(order):
+            return
+        yield order[number]
 
 
 def prove(conn: Connection, spec: ProveSpec) -> None:

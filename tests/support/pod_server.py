@@ -6,6 +6,7 @@ second. Requests come as JSON lines on stdin; for each, one line with the pid an
 """
 
 import contextlib
+import ctypes
 import json
 import os
 import selectors
@@ -24,6 +25,8 @@ import initwarm
 from initwarm.cli import main
 
 _execute = util.spawnv_passfds
+_PR_SET_DUMPABLE = 4
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def fork_instead(path: bytes, arguments: Sequence[Any], descriptors: Sequence[int]) -> int:
@@ -72,6 +75,7 @@ def start(request: dict[str, Any]) -> int:
                 with contextlib.suppress(OSError):
                     os.close(int(name))
         sys.path[:0] = request["path"]
+        place(request.get("placement") or {})
         # What another image would have: the values are read after this, in every process of the pod.
         torch.version.cuda = os.environ.get("TEST_CUDA_VERSION", torch.version.cuda)
         initwarm.__version__ = os.environ.get("TEST_TOOL_VERSION", initwarm.__version__)
@@ -84,6 +88,28 @@ def start(request: dict[str, Any]) -> int:
     finally:
         sys.stderr.flush()
         os._exit(status)
+
+
+def place(wanted: dict[str, Any]) -> None:
+    """Go where the pod is to run: into namespaces, and to another user; see `tests.support.netns.placement`."""
+    directory = Path.cwd()
+    for path in wanted.get("namespaces", ()):
+        with Path(path).open() as namespace:
+            if _libc.setns(namespace.fileno(), 0) != 0:
+                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), path)
+    # Another table of mounts has a root of its own, where the process would be.
+    os.chdir(directory)
+    if wanted.get("umask") is not None:
+        os.umask(wanted["umask"])
+    if not wanted.get("has_home", True):
+        os.environ.pop("HOME", None)
+    if wanted.get("gid") is not None:
+        os.setgroups([])
+        os.setgid(wanted["gid"])
+    if wanted.get("uid") is not None:
+        os.setuid(wanted["uid"])
+        # After a change of user /proc/self is root's until the next execve(2), which a forked pod never does.
+        _libc.prctl(_PR_SET_DUMPABLE, 1)
 
 
 def serve() -> None:

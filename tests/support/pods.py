@@ -115,6 +115,7 @@ class PodServer:
             },
         )
         self._pods: dict[int, Pod] = {}
+        self._starting = threading.Lock()
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._listen, daemon=True)
         self._thread.start()
@@ -140,11 +141,24 @@ class PodServer:
         arguments: Sequence[str],
         environ: Mapping[str, str] | None = None,
         command: Sequence[str] = (),
+        placement: Mapping[str, Any] | None = None,
     ) -> Pod:
+        """Fork a pod.
+
+        Args:
+            directory: for its log and termination message.
+            name: of the pod and of these files.
+            arguments: of `initwarm`.
+            environ: in addition to the least that a pod needs.
+            command: what follows `--`.
+            placement: namespaces, user and umask of the pod (`tests.support.netns.placement`); None for this
+                process's own.
+        """
         assert self._ready.wait(120), "torch and FlashInfer were not imported in two minutes"
         pod = Pod(name, directory)
-        number = len(self._pods)
-        self._pods[number] = pod
+        with self._starting:
+            number = len(self._pods)
+            self._pods[number] = pod
         kept = {key: os.environ[key] for key in ("PATH", "HOME", "VIRTUAL_ENV", "LD_LIBRARY_PATH") if key in os.environ}
         request = {
             "id": number,
@@ -164,10 +178,12 @@ class PodServer:
             },
             "path": [str(PLUGINS)],
             "stderr": str(directory / f"{name}.log"),
+            "placement": dict(placement or {}),
         }
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(request).encode() + b"\n")
-        self._process.stdin.flush()
+        with self._starting:
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()
         assert pod.started.wait(30)
         return pod
 

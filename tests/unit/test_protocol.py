@@ -2,6 +2,7 @@ import dataclasses
 import itertools
 import json
 from importlib.resources import files
+from typing import Any
 
 import jsonschema
 import pytest
@@ -101,6 +102,64 @@ def test_a_conflict_beats_a_held_bundle() -> None:
     assert isinstance(verdict([hello(0, holding=Holding("a" * 64, 1, 3, True)), hello(1, plan="x")]), Conflict)
 
 
+HOLDINGS = (
+    None,
+    Holding("a" * 64, 1, 4, True),
+    Holding("b" * 64, 2, 4, True),
+    Holding("c" * 64, 2, 4, True),
+    Holding("d" * 64, 3, 4, False),
+    Holding("e" * 64, 9, 3, False),
+)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_the_verdict_on_every_mixture_of_holdings_of_up_to_four_ranks(size: int) -> None:
+    """Against a rule that is written here anew: the best of those that serve, by generation and then digest."""
+    for held in itertools.product(HOLDINGS, repeat=size):
+        hellos = [hello(node, holding=one) for node, one in enumerate(held)]
+        serving = [one for one in held if one is not None and (one.rank_free or one.world_size == size)]
+
+        decision = verdict(hellos)
+
+        if not serving:
+            assert decision == Tune()
+            continue
+        best = sorted(serving, key=lambda one: (one.generation, one.digest))[-1]
+        assert decision == Adopt(best.digest, best.generation, held.index(best))
+        for order in itertools.permutations(range(size)):
+            moved = verdict([hello(place, holding=held[node]) for place, node in enumerate(order)])
+            assert isinstance(moved, Adopt)
+            assert moved.digest == best.digest
+
+
+CHANGES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("initwarm", {"tool_version": "9"}),
+    ("plan", {"plan": "q" * 64}),
+    ("strategy", {"settings": {"strategy": "split", "check_outputs": False}}),
+    ("gpu", {"identity": ({"gpu": "B200", "flashinfer_version": "0.7.4"},)}),
+    ("flashinfer_version", {"identity": ({"gpu": "H200"},)}),
+)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_the_verdict_on_every_mixture_of_deviations_of_up_to_four_ranks(size: int) -> None:
+    """Nobody deviates alike unless all do: then there is no conflict; and a conflict names two pods and both values."""
+    for picked in itertools.product([("nothing", {}), *CHANGES], repeat=size):
+        hellos = [hello(node, **fields) for node, (_name, fields) in enumerate(picked)]
+
+        decision = verdict(hellos)
+
+        if all(change == picked[0] for change in picked):
+            assert decision == Tune()
+            continue
+        assert isinstance(decision, Conflict)
+        named = [node for node in range(size) if f"node rank {node} (pod pod-{node})" in decision.fact]
+        assert len(named) == 2
+        assert picked[named[0]] != picked[named[1]]
+        what = decision.fact.split("disagree on ")[1].split(":")[0]
+        assert what in {picked[node][0] for node in named}
+
+
 def test_a_hello_survives_the_channel() -> None:
     original = hello(3, holding=Holding("a" * 64, 7, 3, True))
 
@@ -138,15 +197,15 @@ def test_steps_and_answers_survive_the_channel() -> None:
     assert parse_answer(encode(answer)) == answer
 
 
-def test_everybody_reports_the_error_of_the_lowest_rank() -> None:
+def test_everybody_reports_the_earliest_error_but_a_lost_rank_first() -> None:
     answers = [
         Answer(0),
-        Answer(2, error={"rank": 5, "kind": "TuningError", "what": "late"}),
-        Answer(1, error={"rank": 3, "kind": "TuningError", "what": "early"}),
         Answer(3, error={"rank": None, "kind": "BarrierError", "what": "lost"}),
+        Answer(2, error={"rank": 5, "kind": "TuningError", "what": "early"}),
+        Answer(1, error={"rank": 3, "kind": "TuningError", "what": "late"}),
     ]
 
-    assert first_error(answers) == {"rank": 3, "kind": "TuningError", "what": "early"}
+    assert first_error(answers) == {"rank": 5, "kind": "TuningError", "what": "early"}
     lost = {"rank": 7, "kind": "LostRankError", "what": "stands still"}
     assert first_error([*answers, Answer(4, error=lost)]) == lost
     assert first_error([Answer(0)]) is None

@@ -11,7 +11,6 @@ from initwarm.topology import (
     Row,
     Topology,
     TopologyFlags,
-    check_leader_is_known,
     explain,
     explanation_as_json,
     rank_offsets,
@@ -278,17 +277,6 @@ def test_addresses_of_two_families_are_not_compared() -> None:
     environ = {"INITWARM_POD_IP": "10.0.0.5", "INITWARM_LEADER_ADDRESS": "fd00::5", "INITWARM_NNODES": "2"}
 
     assert resolve({**environ, "INITWARM_NODE_RANK": "0"}).leader_address == "fd00::5"
-
-
-def test_a_follower_without_leader_address_is_told_what_to_set() -> None:
-    follower = resolve({POD_INDEX: "1"}, TopologyFlags(nnodes="2"))
-    leader = resolve({POD_INDEX: "0"}, TopologyFlags(nnodes="2"))
-
-    with pytest.raises(TopologyError, match="node rank 1 of 2 by statefulset") as caught:
-        check_leader_is_known(follower)
-    check_leader_is_known(leader)
-    check_leader_is_known(dataclasses.replace(follower, leader_address="web-0.web"))
-    assert "INITWARM_LEADER_ADDRESS" in caught.value.fix
 
 
 # --- the group's name
