@@ -108,7 +108,7 @@ def tune(
         resume: file of an earlier attempt, whose entries are not measured again, or None; with a group, the same bytes
             on all its ranks, since a unit that only some of them measure would hang the others. Without one, a file
             that cannot be used is passed over.
-        save_to: gets what is finished, while the work goes on.
+        save_to: gets what is finished, while the work goes on; what it holds is lost unless `resume` has it too.
         check_outputs: refuse winners that disagree with the default tactic.
         report: hears where the work is, also before each measurement.
 
@@ -157,6 +157,8 @@ class _Session:
     def run(self, order: Iterable[int], until: float | None, resume: Path | None) -> TuneResult:
         if resume is not None:
             self._resume(resume)
+        if not self.is_resumed:
+            self.save_to.unlink(missing_ok=True)  # FlashInfer replaces no file that it cannot use
         collect_metadata(self.device)  # FlashInfer keeps what is slow to find out; the first save would seem dear
         indices = iter(order)
         while not self._is_time_up(until):

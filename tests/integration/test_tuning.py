@@ -558,7 +558,6 @@ def test_r8_r9_ranks_in_a_group_choose_alike_though_each_prefers_another_tactic(
     first, *others = (end.value for end in ends)
     assert all((other.v1, other.store) == (first.v1, first.store) for other in others)
     assert first.tuned == 3
-    assert not (tmp_path / "progress.json").exists()
 
 
 def test_r8_ranks_without_a_group_choose_differently(tmp_path: Path, processes: TunerProcesses) -> None:
