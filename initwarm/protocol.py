@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from initwarm.errors import ConfigurationError
+from initwarm.errors import ConfigurationError, InitwarmError, error_named
 
 SCHEMA = 1
 HELLO_BYTES = 1 << 20
@@ -240,3 +240,13 @@ def first_error(answers: Sequence[Answer]) -> Mapping[str, Any] | None:
     errors = [answer.error for answer in answers if answer.error is not None]
     order = {"LostRankError": 0, "BarrierError": 2}
     return min(errors, key=lambda error: order.get(error["kind"], 1), default=None)
+
+
+def as_error(problem: InitwarmError, pod: str) -> dict[str, Any]:
+    """An error as JSON for the other pods."""
+    return {"kind": type(problem).__name__, "what": str(problem), "rank": problem.rank, "pod": problem.pod or pod}
+
+
+def from_error(error: Mapping[str, Any]) -> InitwarmError:
+    """The error that another pod reported."""
+    return error_named(error["kind"], error["what"]).at(error["rank"], error["pod"])

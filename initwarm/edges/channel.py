@@ -25,6 +25,8 @@ from initwarm.errors import BarrierError, ConfigurationError, LostLeaderError
 #: A leader that is alive answers at once; a longer wait is better spent on looking again.
 CONNECT_SECONDS = 5.0
 HEARTBEAT_SECONDS = 2.0
+#: A counter that stands still for longer than two beats is that of a pod that is stopped or gone.
+RIVAL_SECONDS = 2.25 * HEARTBEAT_SECONDS
 DEAD_SECONDS = 30.0
 CHUNK_BYTES = 1 << 20
 #: How many values one request asks for.

@@ -14,18 +14,20 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from initwarm import __version__, policy, report
+from initwarm import __version__
 from initwarm.edges import jobs, network, processes
+from initwarm.edges.ending import Ending
+from initwarm.edges.inbox import RoundOver
 from initwarm.edges.leader import Leader
-from initwarm.edges.member import GroupEnded, Member, RoundOver
+from initwarm.edges.member import GroupEnded, Member
 from initwarm.edges.pod import Pod
 from initwarm.edges.search import Search
 from initwarm.edges.steps import MARGIN_SECONDS, Steps
-from initwarm.errors import BarrierError, InitwarmError, LostLeaderError, Stopped, SupersededError, VolumeError
+from initwarm.errors import BarrierError, InitwarmError, LostLeaderError, Stopped, VolumeError
 from initwarm.identity import Identity
 from initwarm.protocol import Hello, Holding
-from initwarm.report import Failure, Outcome
-from initwarm.rounds import RoundRecord, parse_round
+from initwarm.report import Outcome
+from initwarm.rounds import RoundRecord
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -40,13 +42,10 @@ WAIT_NOTICE_SECONDS = 10.0
 PROGRESS_SECONDS = 0.2
 #: The part of the deadline that a pod may be missing for.
 JOIN_SHARE = 0.5
-GOODBYE_SECONDS = 10.0
 #: How many pods a line names that says who is waited for.
 NAMED_PODS = 4
 #: A gap between two looks of the main loop that is no slow volume: this process was stopped.
 PAUSE_SECONDS = 10.0
-FAREWELL_SECONDS = 1.0
-LAST_SECONDS = 0.5
 
 
 def main(spec: RunSpec, conn: Connection, inherited: tuple[str, ...]) -> None:
@@ -102,6 +101,7 @@ class Coordinator:
         self.waiting_text: Callable[[], str] | None = None
         self.waiting_since = time.monotonic()
         self.steps = Steps(self)
+        self.ending = Ending(self)
         self._last_check = 0.0
         self._last_pump = time.monotonic()
         self._last_notice = time.monotonic()
@@ -115,14 +115,14 @@ class Coordinator:
         except GroupEnded as ended:
             end = dict(ended.data)
         except InitwarmError as problem:
-            end = self._end_of(problem)
+            end = self.ending.of(problem)
         except Exception as problem:  # noqa: BLE001  a bug must reach the termination message
             trace = traceback.format_exc()
             self.say("initwarm.bug", message=trace)
-            end = self._end_of(InitwarmError(f"initwarm failed: {type(problem).__name__}: {problem}\n{trace}"))
+            end = self.ending.of(InitwarmError(f"initwarm failed: {type(problem).__name__}: {problem}\n{trace}"))
         # Before the goodbyes: the agent must know it even if the deadline passes in between.
-        self.tell(self._outcome(end))
-        self._close(end)
+        self.tell(self.ending.outcome(end))
+        self.ending.close(end)
 
     def _rounds(self) -> dict[str, Any]:
         """Take part in rounds until one has a result."""
@@ -323,7 +323,7 @@ class Coordinator:
             done, total, text = self.pod.progress
             self.say("initwarm.work.continued", message=text, done=done, total=total)
             return
-        names = [self.member.describe(one) for one in self.waiting_for if one != self.spec.topology.node_rank]
+        names = [self.member.peers.describe(one) for one in self.waiting_for if one != self.spec.topology.node_rank]
         if self.waiting_text is not None:
             names = [self.waiting_text()]
         if len(names) > NAMED_PODS:
@@ -331,101 +331,3 @@ class Coordinator:
         if names:
             seconds = round(now - self.waiting_since)
             self.say("initwarm.wait.continued", message=f"waiting for {'; '.join(names)}", waited_seconds=seconds)
-
-    def _end_of(self, problem: InitwarmError) -> dict[str, Any]:
-        """The end that this pod announces (leader), or reports when it lost the group (follower)."""
-        settings = self.spec.settings
-        outcome, exit_code = policy.judge(problem, settings.on_tuning_failure, settings.on_barrier_failure)
-        is_stopped = isinstance(problem, Stopped)
-        failure = (
-            None if is_stopped else {"rank": problem.rank, "pod": problem.pod or self.spec.pod, "what": str(problem)}
-        )
-        end = {
-            "outcome": outcome,
-            "exit_code": exit_code,
-            "reason": str(problem).splitlines()[0],
-            "first_failure": failure,
-            "strategy": None,
-            "bundle": None,
-        }
-        self._tell(problem, end)
-        return end
-
-    def _tell(self, problem: InitwarmError, end: dict[str, Any]) -> None:
-        """Let the others know, as far as the channel still works."""
-        if not self.member.is_joined:
-            return
-        is_replaced = isinstance(problem, Stopped | SupersededError)
-        with contextlib.suppress(InitwarmError):
-            if self.member.is_leader and is_replaced:
-                # Another may lead them: they look for it, and say why if nobody comes.
-                self.member.announce_over(f"the leader (pod {self.spec.pod}) was stopped: {problem.fact}")
-            elif self.member.is_leader:
-                self.member.announce_end(end)
-            else:
-                self.member.leave(problem)
-                if not is_replaced:
-                    # The leader's end is everybody's: the same first cause on all pods.
-                    end.update(self._hear_end() or {})
-
-    def _hear_end(self) -> Mapping[str, Any] | None:
-        limit = time.monotonic() + 2 * GROUP_CHECK_SECONDS + 2
-        while time.monotonic() < min(limit, self.deadline):
-            try:
-                self.member.next_step()
-            except GroupEnded as ended:
-                return ended.data
-            except RoundOver:
-                return None
-            time.sleep(POLL_SECONDS)
-        return None
-
-    def _close(self, end: Mapping[str, Any]) -> None:
-        """End the workers, leave word, and keep the store open until every pod has heard the end."""
-        with contextlib.suppress(InitwarmError):
-            if self.member.is_joined and not self.member.is_leader:
-                self.member.leave(None)
-        self.pod.close()
-        if not self.member.is_leader and end.get("record") is not None:
-            # On a volume of its own, where the leader's word is not.
-            record = parse_round(end["record"])
-            if record is not None and self.pod.recorded_round(record.group) != record:
-                self.record_round(record)
-        with contextlib.suppress(InitwarmError):
-            if self.member.is_joined and self.member.is_leader:
-                self._wait_for_goodbyes(end)
-        self.member.close()
-
-    def _wait_for_goodbyes(self, end: Mapping[str, Any]) -> None:
-        """Where the leader itself could not take part, pods that have not joined yet are waited for too."""
-        patience = FAREWELL_SECONDS if end["outcome"] == report.STOPPED else GOODBYE_SECONDS
-        limit = time.monotonic() + patience
-        others = range(1, self.spec.topology.num_nodes)
-        while time.monotonic() < self.spec.deadline - LAST_SECONDS:
-            with contextlib.suppress(InitwarmError, RoundOver):
-                self.member.collect()
-            waiting = [one for one in others if one not in self.member.farewells]
-            absent = [one for one in waiting if one not in self.member.places]
-            is_late = self.has_begun or end["outcome"] == report.STOPPED or time.monotonic() > self.join_end
-            if not waiting or (time.monotonic() > limit and (is_late or not absent)) or (is_late and waiting == absent):
-                return
-            time.sleep(POLL_SECONDS)
-
-    def _outcome(self, end: Mapping[str, Any]) -> Outcome:
-        is_warm = end["outcome"] == report.WARM
-        failure = end["first_failure"]
-        return Outcome(
-            outcome=end["outcome"],
-            reason=end["reason"],
-            exit_code=end["exit_code"],
-            first_failure=None if failure is None else Failure(**failure),
-            ranks=self.pod.ranks,
-            world_size=end.get("world_size"),
-            strategy=end["strategy"],
-            tuned=self.pod.tuned,
-            replayed=self.pod.replayed,
-            missed=self.pod.missed,
-            bundle=end["bundle"] if is_warm else None,
-            identity=self.pod.identity.digest if self.pod.is_probed and self.pod.probed.identity else None,
-            epoch=self.member.epoch or None,
-        )

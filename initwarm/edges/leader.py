@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from initwarm import __version__, hints, report
+from initwarm.edges.inbox import RoundOver
 from initwarm.edges.measuring import Measuring
-from initwarm.edges.member import RoundOver, as_error, from_error
 from initwarm.errors import (
     BarrierError,
     ConfigurationError,
@@ -16,7 +16,7 @@ from initwarm.errors import (
     TuningError,
 )
 from initwarm.plan import check_world
-from initwarm.protocol import Adopt, Answer, Conflict, Hello, Step, first_error, verdict
+from initwarm.protocol import Adopt, Answer, Conflict, Hello, Step, as_error, first_error, from_error, verdict
 from initwarm.rounds import RoundRecord
 from initwarm.topology import rank_offsets
 
@@ -133,8 +133,8 @@ class Leader:
         everyone = range(self.spec.topology.num_nodes)
 
         def look() -> bool | None:
-            self.member.collect()
-            self.hellos = dict(self.member.hellos)
+            self.member.inbox.collect()
+            self.hellos = dict(self.member.inbox.hellos)
             missing = [node for node in everyone if node not in self.hellos]
             self.coordinator.phase_error = BarrierError(
                 f"Of {len(everyone)} pods, node ranks {missing} said no hello within {seconds:.0f} s.",
@@ -146,7 +146,7 @@ class Leader:
                 self.nodes = list(everyone)
                 return True
             self._remind(reminder, time.monotonic() - began, missing)
-            if record is not None and time.monotonic() - self.member.last_arrival > ALONE_SECONDS:
+            if record is not None and time.monotonic() - self.member.inbox.last_arrival > ALONE_SECONDS:
                 self.nodes = sorted(self.hellos)
                 return self._is_of(record) or None
             return None
@@ -162,7 +162,7 @@ class Leader:
 
     def _remind(self, reminder: hints.Reminder, waited: float, missing: list[int]) -> None:
         """Name the usual causes where nobody at all has come for a minute."""
-        if len(self.member.places) > 1 or not reminder.is_due(waited):
+        if len(self.member.peers.places) > 1 or not reminder.is_due(waited):
             return
         text = f"still waiting for {len(missing)} pods, for {waited:.0f} s"
         if reminder.is_first(waited):
@@ -185,15 +185,15 @@ class Leader:
         failed_at: list[float] = []
 
         def look() -> list[Answer] | None:
-            self.member.collect()
-            answers = self.member.answers.get(step.number, {})
+            self.member.inbox.collect()
+            answers = self.member.inbox.answers.get(step.number, {})
             missing = [node for node in self.nodes if node not in answers]
             self.coordinator.waiting_for = tuple(missing)
             if not missing:
                 return list(answers.values())
             if any(answer.error is not None for answer in answers.values()):
                 failed_at.append(time.monotonic())
-                if failed_at[-1] - failed_at[0] > FAILED_SECONDS and not self.member.is_any_silent(missing):
+                if failed_at[-1] - failed_at[0] > FAILED_SECONDS and not self.member.inbox.is_any_silent(missing):
                     return [*answers.values(), *(self._mute(node, kind) for node in missing)]
             return None
 
@@ -207,7 +207,7 @@ class Leader:
         if error is None or error["kind"] != "BarrierError":
             return
         end = time.monotonic() + PULSE_SECONDS
-        while time.monotonic() < end or self.member.is_any_silent(self.nodes):
+        while time.monotonic() < end or self.member.inbox.is_any_silent(self.nodes):
             # Ends by a newcomer (RoundOver), or by a pod that stays silent.
             self.coordinator.pump()
             time.sleep(0.1)
@@ -215,7 +215,7 @@ class Leader:
     def _mute(self, node: int, kind: str) -> Answer:
         """What is assumed of a pod that lives and says nothing while another has failed."""
         lost = LostRankError(
-            f"Another pod failed in the step {kind!r}, and nothing came from {self.member.describe(node)}.",
+            f"Another pod failed in the step {kind!r}, and nothing came from {self.member.peers.describe(node)}.",
             "The round ended.",
             "Look at that pod first: the others may have waited for it.",
         )

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 from initwarm import __version__, strategy
 from initwarm.bundle import STORE_FILE, V1_FILE, Bundle, record_files
 from initwarm.edges.leases import TuningLease
-from initwarm.edges.member import from_error
 from initwarm.edges.volume_reader import VolumeReader
 from initwarm.entries import Difference, V1File, encode_v1, merge_v1, parse_v1
 from initwarm.errors import DataError, TuningBudgetSpent, TuningError, TuningTimeout, VolumeError
 from initwarm.lease import LeaseSettings
-from initwarm.protocol import Answer, first_error
+from initwarm.protocol import Answer, first_error, from_error
 from initwarm.store import encode_store, merge_store, parse_store
 
 if TYPE_CHECKING:
@@ -73,7 +72,7 @@ class Measuring:
             if self._adopt_from_volume():
                 return True
             if self.leader.spread(self._publish(choice.strategy, facts, answers), holder=0):
-                self.pod.partials.clear()
+                self.pod.finished.partials.clear()
                 return False
             tried = (*tried, choice.strategy)
             if asked != "auto" or not strategy.is_any_left(facts, tried):
@@ -199,7 +198,7 @@ class Measuring:
         """What earlier runs have finished, unless a bundle made of it did not stand the proof."""
         if self.number > 1:
             return None
-        data = self.pod.partials.read()
+        data = self.pod.finished.partials.read()
         if data is None:
             return None
         file = parse_v1(data)
@@ -283,7 +282,7 @@ class Measuring:
             left += units - len(finished)
         if left == 0:
             return
-        self.pod.partials.write(self.spec.topology.group, encode_v1(merged))
+        self.pod.finished.partials.write(self.spec.topology.group, encode_v1(merged))
         raise TuningBudgetSpent(
             f"The tuning budget of {self.spec.settings.tuning_budget_seconds:g} s is spent: {total - left} of {total} "
             f"units are tuned and {left} are left.",

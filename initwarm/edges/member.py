@@ -11,14 +11,14 @@ import contextlib
 import json
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from initwarm.edges import rendezvous
 from initwarm.edges.channel import (
     DEAD_SECONDS,
     GREETING,
-    HEARTBEAT_SECONDS,
+    RIVAL_SECONDS,
     Channel,
     Heartbeat,
     Watch,
@@ -26,6 +26,8 @@ from initwarm.edges.channel import (
     open_client,
 )
 from initwarm.edges.entry import RunSpec
+from initwarm.edges.inbox import Inbox, RoundOver
+from initwarm.edges.peers import Peers, beat_key
 from initwarm.edges.pod import Say
 from initwarm.edges.rendezvous import DEFAULT_PORT, AddressBook, Beacon, Found
 from initwarm.errors import (
@@ -35,15 +37,11 @@ from initwarm.errors import (
     LostLeaderError,
     SupersededError,
     TopologyError,
-    error_named,
 )
-from initwarm.protocol import Answer, Hello, Step, encode, encode_hello, parse_answer, parse_hello, parse_step
+from initwarm.protocol import Answer, Hello, Step, as_error, encode, encode_hello, parse_step
 
-#: A rival for one place lives if its counter moves so often, and is gone if it stands still for longer than two beats.
+#: A rival for one place lives if its counter moves so often.
 RIVAL_BEATS = 2
-RIVAL_SECONDS = 2.25 * HEARTBEAT_SECONDS
-#: How long the group waits for whoever takes the place of a pod that was stopped.
-SUCCESSOR_SECONDS = DEAD_SECONDS
 
 
 class GroupEnded(Exception):
@@ -52,14 +50,6 @@ class GroupEnded(Exception):
     def __init__(self, data: Mapping[str, Any]) -> None:
         super().__init__(data)
         self.data = data
-
-
-class RoundOver(Exception):
-    """This round ends without a result; another begins."""
-
-    def __init__(self, why: str) -> None:
-        super().__init__(why)
-        self.why = why
 
 
 class Member:
@@ -89,24 +79,14 @@ class Member:
         self._beacon: Beacon | None = None
         self._channel: Channel | None = None
         self._heartbeat: Heartbeat | None = None
-        self._forget()
-
-    def _forget(self) -> None:
-        """Know nothing of any round."""
-        self.watch = Watch()
-        self.places: dict[int, dict[str, Any]] = {}
-        self.hellos: dict[int, Hello] = {}
-        self.answers: dict[int, dict[int, Answer]] = {}
-        self.leaving: dict[int, tuple[float, InitwarmError]] = {}
-        self.farewells: set[int] = set()
-        self.last_arrival = time.monotonic()
+        self._has_beacon_problem = False
+        #: Of the round that this pod is or was last in.
+        self.peers: Peers
+        self.inbox: Inbox
         self._has_roster = False
         self._is_in_roster = False
-        self._pending: list[int] = []
-        self._heard = 0
         self._orders: list[dict[str, Any]] = []
         self._orders_heard = 0
-        self._has_beacon_problem = False
 
     @property
     def channel(self) -> Channel:
@@ -128,14 +108,6 @@ class Member:
         """Say what this pod does; the others print it while they wait."""
         if self._heartbeat is not None:
             self._heartbeat.note(text)
-
-    def describe(self, node_rank: int) -> str:
-        """What is known of a pod, for those who wait for it."""
-        place = self.places.get(node_rank)
-        words = "" if place is None else self.watch.describe(_beat(place["uid"]))
-        if not words and place is not None:
-            words = f"(pod {place['pod']})"
-        return f"node rank {node_rank} {words}" if words else f"node rank {node_rank}, of which nothing was heard"
 
     # The leader opens rounds, followers enter them.
 
@@ -192,14 +164,17 @@ class Member:
         self.epoch = found.greeting["epoch"]
         self.leader_pod = found.greeting["pod"]
         self._enter(found.store)
-        self.places[0] = {"uid": found.greeting["uid"], "pod": self.leader_pod}
+        self.peers.places[0] = {"uid": found.greeting["uid"], "pod": self.leader_pod}
 
     def _enter(self, store: Any) -> None:
-        self._forget()
         self._channel = Channel(store, self.epoch, self.idle)
+        self.peers = Peers(self._channel)
+        self.inbox = Inbox(self._channel, self.peers, self.say)
+        self._has_roster = self._is_in_roster = False
+        self._orders, self._orders_heard = [], 0
         # The heart first: a place whose counter nobody has ever seen would be taken for a dead one's.
         beating = Channel(open_client(self.host, self.port), self.epoch)
-        heartbeat = Heartbeat(beating, _beat(self.uid), self.spec.pod)
+        heartbeat = Heartbeat(beating, beat_key(self.uid), self.spec.pod)
         try:
             self._claim()
         except BaseException:
@@ -244,7 +219,7 @@ class Member:
         is_same_pod = rival["pod_uid"] is not None and rival["pod_uid"] == self.spec.pod_uid
         if rival["process"] == self.spec.uid or is_same_pod:
             return True
-        key, beats, watch = _beat(rival["uid"]), -1, Watch()
+        key, beats, watch = beat_key(rival["uid"]), -1, Watch()
         while beats < RIVAL_BEATS:
             if self.channel.read(f"gone/{rival['uid']}") is not None:
                 return True
@@ -284,95 +259,17 @@ class Member:
         self.channel.write(f"gone/{self.uid}", "1")
         self._post("gone", pod=self.spec.pod, error=error)
 
-    def collect(self) -> None:
-        """Take in what has arrived (leader).
-
-        Raises:
-            TopologyError: two living pods claim one place.
-            InitwarmError: a pod could not go on.
-            RoundOver: a pod was replaced after the round had begun.
-        """
-        length = self.channel.length("mail")
-        numbers = [*self._pending, *range(self._heard + 1, length + 1)]
-        self._heard, self._pending = length, []
-        texts = self.channel.read_many([f"mail/{number}" for number in numbers])
-        for number, text in zip(numbers, texts, strict=True):
-            if text is None:
-                self._pending.append(number)  # its writer has numbered it and not written it yet
-            else:
-                self._take(json.loads(text))
-
-    def _take(self, letter: Mapping[str, Any]) -> None:
-        node, kind = letter.get("node"), letter["kind"]
-        if kind == "conflict":
-            raise TopologyError(letter["text"])
-        assert isinstance(node, int)
-        if kind == "place":
-            self._seat(node, letter["place"])
-            return
-        if node not in self.places or self.places[node]["uid"] != letter["uid"]:
-            return  # of a process that has been replaced
-        if kind == "hello":
-            self.hellos[node] = parse_hello(letter["hello"])
-            self.last_arrival = time.monotonic()
-        elif kind == "answer":
-            self.answers.setdefault(letter["number"], {})[node] = parse_answer(letter["answer"])
-        elif kind == "gone":
-            self._part(node, letter)
-
-    def _seat(self, node: int, place: dict[str, Any]) -> None:
-        before = self.places.get(node)
-        self.places[node] = place
-        self.hellos.pop(node, None)
-        self.leaving.pop(node, None)
-        self.last_arrival = time.monotonic()
-        if before is not None and before["uid"] != place["uid"]:
-            self.say(
-                "initwarm.pod.replaced", message=f"pod {place['pod']} takes node rank {node}", before=before["pod"]
-            )
-            if self._has_roster:
-                raise RoundOver(f"node rank {node} was restarted (pod {place['pod']})")
-
-    def _part(self, node: int, letter: Mapping[str, Any]) -> None:
-        self.farewells.add(node)
-        error = letter["error"]
-        if error is None:
-            return
-        if error["kind"] != "Stopped":
-            raise from_error(error)
-        stopped = BarrierError(
-            f"Node rank {node} (pod {letter['pod']}) was stopped, and nobody took its place within "
-            f"{SUCCESSOR_SECONDS:.0f} s.",
-            "The group cannot go on without it.",
-        ).at(None, letter["pod"])
-        self.leaving[node] = (time.monotonic(), stopped)
-        self.say(
-            "initwarm.pod.left", message=f"node rank {node} (pod {letter['pod']}) was stopped; waiting for another"
-        )
-
     def lost_pod(self) -> InitwarmError | None:
         """Why a pod that has left or fallen silent is what everybody waits for, if one has (leader)."""
-        for _since, problem in self.leaving.values():
-            return problem
-        silent = self._silent(self.places)
-        return next((self._silence(node, still) for node, still in silent.items()), None)
-
-    def is_any_silent(self, nodes: Iterable[int]) -> bool:
-        """Whether one of these pods has stopped, or its counter stands still (leader)."""
-        return any(node in self.leaving for node in nodes) or bool(self._silent(nodes))
-
-    def _silent(self, nodes: Iterable[int]) -> dict[int, float]:
-        """Those of these pods whose counter stands still, each with for how many seconds."""
-        living = [node for node in nodes if node in self.places and node not in self.farewells]
-        stills = self.watch.look(self.channel, [_beat(self.places[node]["uid"]) for node in living])
-        return {node: still for node, still in zip(living, stills, strict=True) if still > RIVAL_SECONDS}
+        silent = self.inbox.silent(self.peers.places)
+        return self.inbox.first_stopped() or next((self._silence(*one) for one in silent.items()), None)
 
     # What the leader announces.
 
     def call_the_roll(self, nodes: Mapping[int, Hello]) -> None:
         """Fix who takes part: from now on a newcomer ends the round (leader)."""
-        self.channel.write("roster", json.dumps({str(node): self.places[node]["uid"] for node in nodes}))
-        self._has_roster = True
+        self.channel.write("roster", json.dumps({str(node): self.peers.places[node]["uid"] for node in nodes}))
+        self.inbox.is_closed = True
 
     def announce(self, step: Step) -> None:
         """Order all pods to carry out a step (leader)."""
@@ -386,7 +283,7 @@ class Member:
     def announce_over(self, why: str) -> None:
         """Tell all pods that this round ends without a result (leader)."""
         self._greet(has_ended=True)
-        places = {str(node): place["process"] for node, place in self.places.items()}
+        places = {str(node): place["process"] for node, place in self.peers.places.items()}
         self.channel.append("orders", json.dumps({"kind": "over", "why": why, "places": places}))
 
     def next_step(self) -> Step | None:
@@ -441,32 +338,27 @@ class Member:
         """
         if not self.is_leader:
             self._hear_orders()
-            self._check_alive([0])
+            self._check_alive(self.peers.stand_still([0], DEAD_SECONDS))
             return
         if self._beacon is not None and self._beacon.problem is not None and not self._has_beacon_problem:
             self._has_beacon_problem = True  # raised once: what follows from it has to be said to the others
             raise self._beacon.problem
-        self.collect()
-        now = time.monotonic()
-        for since, problem in self.leaving.values():
-            if now - since > SUCCESSOR_SECONDS:
-                raise problem
-        self._check_alive([node for node in self.places if node > 0 and node not in self.farewells])
+        self.inbox.collect()
+        self.inbox.check_stopped()
+        self._check_alive(self.inbox.silent([node for node in self.peers.places if node > 0], DEAD_SECONDS))
 
-    def _check_alive(self, nodes: list[int]) -> None:
-        keys = [_beat(self.places[node]["uid"]) for node in nodes]
-        for node, still in zip(nodes, self.watch.look(self.channel, keys), strict=True):
-            if still > DEAD_SECONDS:
-                raise self._silence(node, still)
+    def _check_alive(self, dead: Mapping[int, float]) -> None:
+        for node, still in dead.items():
+            raise self._silence(node, still)
 
     def _silence(self, node: int, still: float) -> BarrierError:
         kind = BarrierError if self.is_leader else LostLeaderError
         problem = kind(
-            f"Nothing was heard for {still:.0f} s from {self.describe(node)}.",
+            f"Nothing was heard for {still:.0f} s from {self.peers.describe(node)}.",
             "The group cannot go on.",
             "Look at that pod: it was stopped, evicted, or its network is cut.",
         )
-        problem.at(None, self.places[node]["pod"])
+        problem.at(None, self.peers.places[node]["pod"])
         return problem
 
     def close(self) -> None:
@@ -475,17 +367,3 @@ class Member:
             self._heartbeat.stop()
         if self._beacon is not None:
             self._beacon.stop()
-
-
-def _beat(uid: str) -> str:
-    return f"beat/{uid}"
-
-
-def as_error(problem: InitwarmError, pod: str) -> dict[str, Any]:
-    """An error as JSON for the other pods."""
-    return {"kind": type(problem).__name__, "what": str(problem), "rank": problem.rank, "pod": problem.pod or pod}
-
-
-def from_error(error: Mapping[str, Any]) -> InitwarmError:
-    """The error that another pod reported."""
-    return error_named(error["kind"], error["what"]).at(error["rank"], error["pod"])

@@ -6,7 +6,6 @@ run it calls `pump`, which keeps the group in sight and raises when the run must
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -20,11 +19,10 @@ from initwarm.edges.barrier import GroupSpec
 from initwarm.edges.engine_root import EngineRoot
 from initwarm.edges.entry import RunSpec
 from initwarm.edges.jobs import Job, JobEnd
-from initwarm.edges.partials import Partials
+from initwarm.edges.progress import Progress
 from initwarm.edges.tuning import Tactic, TuneResult
 from initwarm.edges.volume import CacheVolume, StoredBundle
-from initwarm.entries import encode_v1, merge_v1, parse_v1
-from initwarm.errors import DataError, InitwarmError, LostRankError, VolumeError, error_named
+from initwarm.errors import InitwarmError, LostRankError, VolumeError, error_named
 from initwarm.identity import Identity
 from initwarm.rounds import RoundRecord, parse_round
 
@@ -35,8 +33,6 @@ Pump = Callable[[], None]
 WAIT_SECONDS = 0.05
 #: What one rank's failure does to its peers is over by then; a rank that still runs stands still.
 LINGER_SECONDS = 2.0
-#: How often what is finished is copied to the volume, for the case that this pod does not live to say it.
-KEEP_SECONDS = 10.0
 #: How often a worker's missed keys are named; the rest is counted.
 NAMED_KEYS = 3
 
@@ -57,6 +53,7 @@ class Pod:
         self.start_method = spec.start_method
         self.volume = CacheVolume(Path(spec.settings.cache_root), spec.key)
         self.engine_root = EngineRoot(Path(spec.engine_root))
+        self.finished = Progress(spec, say, lambda: self.identity)
         self.first_rank = 0
         self.is_placed = False
         self.held: StoredBundle | None = None
@@ -69,8 +66,6 @@ class Pod:
         self.progress: tuple[int, int, str] | None = None
         self._jobs: list[Job] = []
         self._provers: list[Job] = []
-        self._kept: dict[int, int] = {}
-        self._kept_at = time.monotonic()
         self._probe: worker.ProbeResult | None = None
 
     @property
@@ -177,8 +172,8 @@ class Pod:
                 order=self._order(rank, data["strategy"], has_budget=budget is not None),
                 tickets=tickets_of(rank),
                 until=until,
-                resume=self._resume(rank, data, base),
-                save_to=str(self._progress_path(rank, data["round"])),
+                resume=self.finished.resume(rank, data, base),
+                save_to=str(self.finished.path(rank, data["round"])),
                 check_outputs=self.spec.settings.check_outputs,
             )
             for rank in tuners
@@ -188,10 +183,10 @@ class Pod:
             self._wait(
                 jobs,
                 stop_all_on_failure=data["strategy"] != strategy.SPLIT,
-                meanwhile=lambda: self._keep_finished(tuners, data["round"]),
+                meanwhile=lambda: self.finished.keep(tuners, data["round"]),
             )
         except BaseException:
-            self._keep_finished(tuners, data["round"], is_last=True)
+            self.finished.keep(tuners, data["round"], is_last=True)
             raise
         ends = {rank: job.end for rank, job in zip(tuners, jobs, strict=True)}
         for end in ends.values():
@@ -204,55 +199,6 @@ class Pod:
         if has_budget:
             return tuple(schedule.by_gain(units))
         return tuple(schedule.by_cost(units) if chosen == strategy.SPLIT else range(len(units)))
-
-    def _progress_path(self, rank: int, round_number: int) -> Path:
-        return Path(self.spec.scratch) / f"progress-{round_number}-{rank}.json"
-
-    def _resume(self, rank: int, data: Mapping[str, Any], base: bytes | None) -> str | None:
-        """A file of all that this rank need not measure: what every rank was given, and what it has finished itself."""
-        own = self._progress_path(rank, data["round"])
-        files = [] if base is None else [parse_v1(base)]
-        if data["strategy"] == strategy.LOCKSTEP:
-            # A unit that only some ranks resume would make the others wait in its reduce.
-            own.unlink(missing_ok=True)
-        with contextlib.suppress(FileNotFoundError):
-            try:
-                files.append(merge_v1([*files, parse_v1(own.read_bytes())])[0])
-            except DataError:
-                own.unlink()  # FlashInfer would not replace it
-        if not files:
-            return None
-        path = Path(self.spec.scratch) / f"resume-{rank}.json"
-        path.write_bytes(encode_v1(files[-1]))
-        return str(path)
-
-    def finished(self, rank: int, round_number: int) -> bytes | None:
-        """What this rank has finished so far, as a v1 file."""
-        with contextlib.suppress(OSError):
-            return self._progress_path(rank, round_number).read_bytes()
-        return None
-
-    def _keep_finished(self, ranks: Sequence[int], round_number: int, is_last: bool = False) -> None:
-        """Copy what is finished to the volume, where the next life of this group finds it."""
-        if time.monotonic() - self._kept_at < KEEP_SECONDS and not is_last:
-            return
-        self._kept_at = time.monotonic()
-        for rank in ranks:
-            data = self.finished(rank, round_number)
-            if data is None or self._kept.get(rank) == len(data):
-                continue
-            try:
-                self.partials.write(f"{self.spec.topology.group}-{rank}", data)
-            except VolumeError as problem:
-                self.say("initwarm.partial.not_kept", message=str(problem))
-                return
-            self._kept[rank] = len(data)
-
-    @property
-    def partials(self) -> Partials:
-        """What unfinished runs of this plan in this environment have left on the volume."""
-        root = Path(self.spec.settings.cache_root)
-        return Partials(root, self.identity, self.spec.plan.digest, self.spec.key)
 
     def recorded_round(self, group: str) -> RoundRecord | None:
         """What this group's last warm round agreed on, as far as this pod's volume says."""

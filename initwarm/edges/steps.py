@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from initwarm.bundle import BUNDLE, encode_bundle, parse_bundle
 from initwarm.edges.barrier import GroupSpec
+from initwarm.edges.inbox import RoundOver
 from initwarm.edges.jobs import STOPPED, JobEnd
-from initwarm.edges.member import GroupEnded, RoundOver, as_error
+from initwarm.edges.member import GroupEnded
 from initwarm.edges.pod import error_of
 from initwarm.edges.tuning import TuneResult
 from initwarm.edges.worker import Tickets
 from initwarm.errors import BarrierError, InitwarmError, LostLeaderError, LostRankError, Stopped, TuningTimeout
-from initwarm.protocol import Answer, Step
+from initwarm.protocol import Answer, Step, as_error
 
 if TYPE_CHECKING:
     from initwarm.edges.coordinator import Coordinator
@@ -75,7 +76,7 @@ class Steps:
     def _finished(self, ends: Mapping[int, JobEnd], data: Mapping[str, Any]) -> list[str]:
         """The digests of what this pod's ranks have finished, for whoever goes on with the units of a lost one."""
         files = [
-            end.result.v1 if isinstance(end.result, TuneResult) else self.pod.finished(rank, data["round"])
+            end.result.v1 if isinstance(end.result, TuneResult) else self.pod.finished.of(rank, data["round"])
             for rank, end in ends.items()
         ]
         return [self.member.channel.send_blob(file) for file in files if file is not None]
