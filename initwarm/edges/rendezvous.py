@@ -190,7 +190,9 @@ class Finder:
         self._born = spec.deadline - spec.settings.deadline_seconds
         self._began = time.monotonic()
         self._seen = Sightings()
+        #: What came of each place in the last pass over all of them, and in the one under way.
         self._tried: dict[str, str] = {}
+        self._trying: dict[str, str] = {}
         self._stranger_since: float | None = None
         self._stop = threading.Event()
         #: The leader, once it has greeted.
@@ -217,6 +219,7 @@ class Finder:
 
     def _run(self) -> None:
         while not self._stop.is_set() and self.problem is None:
+            self._trying = {}
             for where, address, port, nonce in self._candidates():
                 found = self._try(where, address, port, nonce)
                 if found is not None:
@@ -224,6 +227,7 @@ class Finder:
                     return
                 if self._stop.is_set():
                     return
+            self._tried = self._trying
             self._stop.wait(_PAUSE_SECONDS * random.uniform(0.7, 1.3))  # noqa: S311
 
     def _candidates(self) -> Iterator[tuple[str, str, int, str | None]]:
@@ -239,11 +243,10 @@ class Finder:
             return
         addresses = network.resolve_any(self._host, self._port)
         if not addresses:
-            self._tried[self._name] = (
+            self._trying[self._name] = (
                 f"unknown for {now - self._began:.0f} s (a DNS cache may keep a denial for 30 s after that)"
             )
             return
-        self._tried.pop(self._name, None)
         for _family, address in addresses:
             yield f"{address} port {self._port}, by {self._host}", address, self._port, None
 
@@ -252,23 +255,23 @@ class Finder:
             # A store that is constructed for a port where nobody listens would print and retry on its own.
             socket.create_connection((address, port), timeout=REACH_SECONDS).close()
         except OSError as problem:
-            self._tried[where] = "no answer" if isinstance(problem, TimeoutError) else problem.strerror or str(problem)
+            self._trying[where] = "no answer" if isinstance(problem, TimeoutError) else problem.strerror or str(problem)
             return None
         try:
             store = open_client(address, port)
             greeting = greeting_of(store)
         except LostLeaderError:
-            self._tried[where] = "something answers on this port, but not as a leader of initwarm"
+            self._trying[where] = "something answers on this port, but not as a leader of initwarm"
             return None
         if greeting is None or (nonce is not None and greeting["leader"] != nonce):
-            self._tried[where] = "another process answers there"
+            self._trying[where] = "another process answers there"
             return None
         if greeting["group"] != self._group:
-            self._tried[where] = f"the leader of group {greeting['group']!r} answers there"
+            self._trying[where] = f"the leader of group {greeting['group']!r} answers there"
             self._judge_stranger(where, greeting["group"])
             return None
         if greeting["has_ended"]:
-            self._tried[where] = f"the leader there (pod {greeting['pod']}) has ended its round"
+            self._trying[where] = f"the leader there (pod {greeting['pod']}) has ended its round"
             return None
         return Found(address, port, store, greeting)
 
