@@ -11,28 +11,8 @@ from typing import Any
 import pytest
 
 from tests.support.groups import Group
+from tests.support.plans import plan_file
 from tests.support.pods import Pod, PodServer, free_port
-
-
-def plan_file(directory: Path, *calls: dict[str, Any], name: str = "plan.json") -> list[str]:
-    """Flags for a plan of faulty ops; buckets of 1 to 4 tokens unless a call says otherwise."""
-    document = {
-        "version": 1,
-        "device": "cpu",
-        "calls": [
-            {
-                "call": "faults.op",
-                "buckets": call.pop("buckets", {"max": 4}),
-                "rank_free": not call.get("rank_in_key", False),
-                **{key: call.pop(key) for key in ("ranks", "collectives") if key in call},
-                "args": call,
-            }
-            for call in map(dict, calls)
-        ],
-    }
-    path = directory / name
-    path.write_text(json.dumps(document))
-    return ["--plan", str(path)]
 
 
 def tactics_of(group: Group, node: int = 0) -> dict[str, Any]:
@@ -170,7 +150,9 @@ def test_r16_r26_an_op_that_fell_back_on_one_rank_is_warm_on_none(
     for pod in pods:
         assert (pod.status, pod.message["outcome"]) == (0, "cold")
         assert "no tactic could be measured for calls[1] faults.op M=" in pod.message["reason"]
-        assert pod.message["first_failure"]["rank"] == 0
+    # Of the rank that drew the unit, and the same on all pods.
+    assert pods[0].message["first_failure"] == pods[1].message["first_failure"]
+    assert f"Rank {pods[0].message['first_failure']['rank']}: no tactic" in pods[1].message["reason"]
     group.assert_nothing_visible(pods)
 
 

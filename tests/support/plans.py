@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from initwarm.plan import Plan
@@ -68,3 +69,24 @@ def changed(value: Any, path: Iterable[str | int], new: Any) -> Any:
     else:
         place[last] = new
     return value
+
+
+def plan_file(directory: Path, *calls: dict[str, Any], name: str = "plan.json") -> list[str]:
+    """Flags for a plan of faulty ops; buckets of 1 to 4 tokens unless a call says otherwise."""
+    document = {
+        "version": 1,
+        "device": "cpu",
+        "calls": [
+            {
+                "call": "faults.op",
+                "buckets": call.pop("buckets", {"max": 4}),
+                "rank_free": not call.get("rank_in_key", False),
+                **{key: call.pop(key) for key in ("ranks", "collectives") if key in call},
+                "args": call,
+            }
+            for call in map(dict, calls)
+        ],
+    }
+    path = directory / name
+    path.write_text(json.dumps(document))
+    return ["--plan", str(path)]

@@ -265,7 +265,7 @@ class Process:
                     self.volume.terms[what.term] = None
                     yield
                     if max(self.volume.terms) > what.term:
-                        del self.volume.terms[what.term]
+                        self.volume.terms.pop(what.term, None)  # the other may have removed it as an old one
                         yield from self.idle()
                         continue
                     count = 0
@@ -282,7 +282,7 @@ class Process:
                 else:
                     self.holder = Holder(self.name)
                 for old in [old for old in self.volume.terms if old < what.term - 1]:
-                    del self.volume.terms[old]
+                    self.volume.terms.pop(old, None)
                     yield
             yield from self.idle()
 
