@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from initwarm.report import MESSAGE_BYTES, Failure, Outcome, event_as_json, event_as_text, termination_message
+from initwarm.settings import STRATEGIES
 
 FIELDS = [
     "outcome", "reason", "first_failure", "ranks", "world_size", "strategy", "tuned", "replayed", "missed", "bundle",
@@ -35,6 +36,13 @@ def test_the_message_keeps_to_its_schema() -> None:
     ):
         validator.validate(json.loads(termination_message(outcome)))
     assert not validator.is_valid({"outcome": "warm"})
+
+
+@pytest.mark.parametrize("strategy", [one for one in STRATEGIES if one != "auto"])
+def test_the_schema_has_every_strategy_that_can_be_chosen(strategy: str) -> None:
+    schema = json.loads(files("initwarm").joinpath("schemas/outcome.schema.json").read_text())
+
+    jsonschema.validate(json.loads(termination_message(Outcome("warm", "", strategy=strategy))), schema)
 
 
 def test_the_end_of_a_long_traceback_is_kept() -> None:
