@@ -15,6 +15,8 @@ from initwarm.errors import DataError
 from initwarm.jsontext import NewerSchemaError, canonical, parse_record
 
 SCHEMA = 1
+#: Where the records lie, below the layout's directory.
+ADDRESSES = "addresses"
 #: How often a leader writes its record, in seconds.
 REFRESH_SECONDS = 2.0
 #: A record that has stood still for so long is not followed; a slow volume shows several refreshes at once.

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from initwarm import __version__, errors
 from initwarm.errors import InitwarmError, UsageError
-from initwarm.settings import RUN_SETTINGS, Setting, read_settings, topology_flags
+from initwarm.settings import GC_SETTINGS, RUN_SETTINGS, Setting, read_gc_settings, read_settings, topology_flags
 
 EXAMPLES = {
     "run": "example: initwarm run --plan host --nproc-per-node 4 --cache-root /cache -- vllm serve MODEL",
@@ -20,6 +20,7 @@ EXAMPLES = {
     "plan": "example: initwarm plan host",
     "inspect": "example: initwarm inspect /cache",
     "verify": "example: initwarm verify /cache   or, in the serving container: initwarm verify --here",
+    "gc": "example: initwarm gc /cache --keep-identities 3 --older-than 30d --dry-run",
 }
 TOPOLOGY_FLAGS = ("group", "topology", "nnodes", "node-rank", "nproc-per-node", "leader-address", "port")
 
@@ -88,6 +89,11 @@ def _parser() -> _Parser:
     for setting in RUN_SETTINGS:
         if setting.flag in ("engine-root", "cache-root", "cache-key-file"):
             _add_setting(verify, setting)
+    gc = _verb(verbs, "gc", "remove from a cache root what nobody uses any more", _gc)
+    gc.add_argument("root", metavar="ROOT", help="the cache root")
+    gc.add_argument("--format", choices=("text", "json"), default="text", help="default: text")
+    for setting in GC_SETTINGS:
+        _add_setting(gc, setting)
     return parser
 
 
@@ -182,6 +188,16 @@ def _verify(given: dict[str, Any], _command: Sequence[str]) -> int:
         else catalog.render_findings(findings)
     )
     return errors.BAD_DATA if findings else errors.OK
+
+
+def _gc(given: dict[str, Any], _command: Sequence[str]) -> int:
+    from initwarm import retention
+    from initwarm.edges import housekeeping
+
+    report = housekeeping.clean(Path(given["root"]), read_gc_settings(given, os.environ))
+    is_json = given["format"] == "json"
+    _print(json.dumps(retention.report_as_json(report), indent=2) if is_json else retention.render_report(report))
+    return errors.VOLUME if report.of("failed") else errors.OK
 
 
 def _print(text: str) -> None:

@@ -7,15 +7,17 @@ some pods leave empty. A Kubernetes Service link that looks like a setting (`INI
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from initwarm.errors import ConfigurationError
+from initwarm.errors import ConfigurationError, InitwarmError, UsageError
 from initwarm.topology import Topology, TopologyFlags
 
 STRATEGIES = ("auto", "leader", "split", "lockstep", "independent")
 START_METHODS = ("auto", "forkserver", "spawn")
+_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,12 @@ RUN_SETTINGS: tuple[Setting, ...] = (
     Setting("log-format", "lines on stderr", "auto", choices=("auto", "text", "json")),
     Setting("report", "write the whole outcome as JSON", metavar="FILE"),
     Setting("start-method", "how workers get torch", "auto", choices=START_METHODS),
+)
+
+GC_SETTINGS: tuple[Setting, ...] = (
+    Setting("keep-identities", "keep so many environments, those used last", "3", "N"),
+    Setting("older-than", "keep what changed in this time: 30d, 36h, 90m, or seconds", "30d", "D"),
+    Setting("dry-run", "print the same list and change nothing", is_switch=True),
 )
 
 
@@ -156,6 +164,38 @@ def read_settings(flags: Mapping[str, Any], environ: Mapping[str, str], command:
         is_disabled=is_disabled,
         command=tuple(command),
     )
+
+
+@dataclass(frozen=True)
+class GcSettings:
+    """What `gc` was told; `older_than` is in seconds."""
+
+    keep_identities: int
+    older_than: float
+    is_dry_run: bool
+
+
+def read_gc_settings(flags: Mapping[str, Any], environ: Mapping[str, str]) -> GcSettings:
+    """Settings of `gc` from parsed flags and the environment.
+
+    Raises:
+        UsageError: a flag has a value that it does not take.
+        ConfigurationError: a variable has one.
+    """
+    chosen = {setting.name: _choose(setting, flags, environ) for setting in GC_SETTINGS}
+    keep, keep_origin = chosen["keep_identities"]
+    age, age_origin = chosen["older_than"]
+    if not re.fullmatch(r"[0-9]{1,9}", keep or "", re.ASCII):
+        raise _refused(keep, keep_origin, "Give a whole number from 0.")
+    match = re.fullmatch(r"([0-9]{1,9})([smhd]?)", age or "", re.ASCII)
+    if match is None:
+        raise _refused(age, age_origin, "Give a whole number of days, hours, minutes or seconds: 30d, 36h, 90m, 600.")
+    return GcSettings(int(keep or 0), float(match[1]) * _UNITS[match[2]], _switch(*chosen["dry_run"]))
+
+
+def _refused(text: str | None, origin: str, fix: str) -> InitwarmError:
+    kind = UsageError if origin.startswith("--") else ConfigurationError
+    return kind(f"{origin} is {text!r}.", "Nothing was removed.", fix)
 
 
 def topology_flags(flags: Mapping[str, Any], environ: Mapping[str, str]) -> TopologyFlags:

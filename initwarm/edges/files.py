@@ -158,6 +158,23 @@ class Directory:
         """
         os.unlink(name, dir_fd=self._descriptor)
 
+    def remove_directory(self, name: str) -> None:
+        """Remove an empty directory.
+
+        Raises:
+            OSError: it is not there, not empty, or cannot be removed.
+        """
+        os.rmdir(name, dir_fd=self._descriptor)
+
+    def status(self, name: str) -> os.stat_result:
+        """Size and times of a name itself, not of what a link leads to."""
+        return os.stat(name, dir_fd=self._descriptor, follow_symlinks=False)
+
+    def touch(self) -> float:
+        """Set this directory's time of change to the volume's own time, in seconds since 1970, and return it."""
+        os.utime(self._descriptor)
+        return os.fstat(self._descriptor).st_mtime
+
     def discard(self, name: str) -> None:
         """Remove what this process staged: a file, or a directory of files. What cannot be removed stays, unseen."""
         with contextlib.suppress(OSError, RefusedError):
@@ -296,6 +313,10 @@ def _broken(path: Path) -> tuple[str, str]:
     return f"The device or file server of {path} reported an error (EIO).", "Check the storage behind the volume."
 
 
+def _busy(path: Path) -> tuple[str, str]:
+    return f"{path} is in use, or something is mounted there (EBUSY).", "Try again when nobody uses it."
+
+
 def _not_a_directory(path: Path) -> tuple[str, str]:
     return f"{path} is a file or lies below one, and a directory is needed (ENOTDIR).", "Give the path of a directory."
 
@@ -312,6 +333,7 @@ _DESCRIPTIONS = {
     errno.EPERM: _denied,
     errno.ESTALE: _stale,
     errno.EIO: _broken,
+    errno.EBUSY: _busy,
     errno.ENOTDIR: _not_a_directory,
     errno.EEXIST: _not_a_directory,
     errno.ENOENT: _missing,

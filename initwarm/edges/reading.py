@@ -125,7 +125,8 @@ def _manifest(reader: VolumeReader, identity: str) -> tuple[Identity | None, str
     except NewerSchemaError:
         return None, None
     except FileNotFoundError:
-        return None, f"{MANIFEST} is missing"
+        # Unless a gc has taken all of it away since it was listed.
+        return None, f"{MANIFEST} is missing" if identity in reader.names((LAYOUT,)) else None
     except (DataError, RefusedError) as problem:
         return None, str(problem)
 
@@ -137,6 +138,8 @@ def _bundles(reader: VolumeReader, identity: str, manifest: Identity | None) -> 
         for place in sorted(places, key=lambda place: (place.generation, place.digest), reverse=True):
             _, found = reader.examine(place, manifest.metadata if manifest else None)
             if found == Examined():
+                if place.name not in reader.names((LAYOUT, identity, BUNDLES, plan)):
+                    continue
                 found = Examined(problems=(f"{BUNDLE} is missing",))
             yield place, found
 

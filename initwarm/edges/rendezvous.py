@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from initwarm.addressbook import (
+    ADDRESSES,
     REFRESH_SECONDS,
     AddressRecord,
     Sightings,
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from initwarm.edges.entry import RunSpec
 
 DEFAULT_PORT = 29710
-ADDRESSES = "addresses"
 #: A name is not asked for before the pod is so old: its leader's may not be published yet.
 NAME_GRACE_SECONDS = 5.0
 REACH_SECONDS = 1.0

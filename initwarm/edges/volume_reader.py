@@ -29,6 +29,7 @@ _ATTEMPTS = 5
 _FIRST_PAUSE_SECONDS = 0.05
 #: A network file system answers so for a moment after a change by another host, and then no longer.
 _TRANSIENT = (errno.ESTALE, errno.EIO)
+_MISSING = "is missing"
 
 T = TypeVar("T")
 
@@ -178,6 +179,9 @@ class VolumeReader:
             if found.bundle is None:
                 return None, found
             content = {name: _content(directory, name, file) for name, file in found.bundle.files.items()}
+            if _MISSING in content.values():
+                # Damaged, or taken away since it was opened: then there is nothing here, and nobody to blame.
+                self.open(parts_of(place)).close()
         bundle = found.bundle
         found = examine_files(place, found, content, metadata)
         if found.problems or found.is_newer:
@@ -215,7 +219,7 @@ def _content(directory: Directory, name: str, record: FileRecord) -> bytes | Unr
     try:
         return directory.read(name, record.size)
     except FileNotFoundError:
-        return "is missing"
+        return _MISSING
     except RefusedError as problem:
         return problem.why
 
