@@ -135,11 +135,15 @@ class Member:
         with contextlib.suppress(LostLeaderError):
             store = open_client("localhost", self.port)
             greeting = rendezvous.greeting_of(store)
-            if greeting is not None and greeting["group"] == self.topology.group:
+            if greeting is not None and greeting["group"] == self.topology.group and not self._is_own(greeting):
                 text = str(self._rivals(f"another pod and pod {self.spec.pod}"))
                 Channel(store, greeting["epoch"]).append("mail", json.dumps({"kind": "conflict", "text": text}))
                 return False
         return self.topology.leader_port is None
+
+    def _is_own(self, greeting: Mapping[str, Any]) -> bool:
+        """Whether an earlier process of this pod greets, which gives way to what the volume says of this one."""
+        return self.spec.pod_uid is not None and greeting.get("pod_uid") == self.spec.pod_uid
 
     def open_round(self) -> None:
         """Begin a round of an epoch that nobody has ever joined (leader)."""
@@ -153,6 +157,7 @@ class Member:
             "group": self.topology.group,
             "leader": self.nonce,
             "pod": self.spec.pod,
+            "pod_uid": self.spec.pod_uid,
             "has_ended": has_ended,
             "uid": self.uid,
         }

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tests.support.pods import Pod, PodServer, free_port
 
@@ -20,6 +21,10 @@ class Group:
         nproc: ranks of each pod.
         arguments: further flags of `run`, for all pods.
         has_own_roots: each pod has a cache root of its own, instead of one for all.
+        environ: of all pods, in addition to the least that a pod needs.
+        leader_address: what pods are told; None tells them none, so that only the volume says it.
+        placements: where and as whom each pod runs, as `PodServer.start` takes it.
+        has_uids: pods have the uid that the API server would give them: the same after a restart of the container.
     """
 
     server: PodServer
@@ -29,7 +34,11 @@ class Group:
     arguments: Sequence[str] = ()
     has_own_roots: bool = False
     environ: Mapping[str, str] = field(default_factory=dict)
+    leader_address: str | None = "127.0.0.1"
+    placements: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    has_uids: bool = False
     lives: int = 0
+    restarts: int = 0
 
     def cache_root(self, node_rank: int) -> Path:
         return self.directory / (f"cache-{node_rank}" if self.has_own_roots else "cache")
@@ -46,19 +55,30 @@ class Group:
         return [self.start_pod(node, port, *more, environ=environ) for node in nodes or range(self.num_nodes)]
 
     def start_pod(self, node: int, port: int, *more: str, environ: Mapping[str, str] | None = None) -> Pod:
+        """Start one pod; port 0 tells it none."""
         arguments = [
             "run", "--cache-root", str(self.cache_root(node)), "--engine-root", str(self.engine_root(node)),
             "--nnodes", str(self.num_nodes), "--node-rank", str(node), "--nproc-per-node", str(self.nproc),
             "--group", "test",
         ]  # fmt: skip
-        if self.num_nodes > 1:
-            arguments += ["--leader-address", "127.0.0.1", "--port", str(port)]
+        if self.num_nodes > 1 and self.leader_address is not None:
+            arguments += ["--leader-address", self.leader_address]
+        if self.num_nodes > 1 and port:
+            arguments += ["--port", str(port)]
+        name = f"pod-{node}-life-{self.lives}"
+        uid = {"INITWARM_POD_UID": name.replace("-", "")} if self.has_uids else {}
         return self.server.start(
             self.directory,
-            f"pod-{node}-life-{self.lives}",
+            f"{name}-restart-{self.restarts}" if self.restarts else name,
             [*arguments, *self.arguments, *more],
-            {**self.environ, **(environ or {})},
+            {**self.environ, **uid, **(environ or {})},
+            placement=self.placements.get(node),
         )
+
+    def restart_pod(self, node: int, port: int, *more: str) -> Pod:
+        """Start a pod's container once more, as the kubelet does: the same pod, another process."""
+        self.restarts += 1
+        return self.start_pod(node, port, *more)
 
     def run(self, *more: str, environ: Mapping[str, str] | None = None) -> list[Pod]:
         """One life of the group, to its end."""

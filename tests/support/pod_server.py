@@ -8,6 +8,7 @@ second. Requests come as JSON lines on stdin; for each, one line with the pid an
 import contextlib
 import ctypes
 import json
+import logging
 import os
 import selectors
 import signal
@@ -38,10 +39,7 @@ def fork_instead(path: bytes, arguments: Sequence[Any], descriptors: Sequence[in
     if pid:
         return pid
     try:
-        for name in os.listdir("/proc/self/fd"):
-            if int(name) > 2 and int(name) not in descriptors:
-                with contextlib.suppress(OSError):
-                    os.close(int(name))
+        close_descriptors(but=descriptors)
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
@@ -70,10 +68,7 @@ def start(request: dict[str, Any]) -> int:
         log = os.open(request["stderr"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         for target, descriptor in ((0, null), (1, log), (2, log)):
             os.dup2(descriptor, target)
-        for name in os.listdir("/proc/self/fd"):
-            if int(name) > 2:
-                with contextlib.suppress(OSError):
-                    os.close(int(name))
+        close_descriptors()
         sys.path[:0] = request["path"]
         place(request.get("placement") or {})
         # What another image would have: the values are read after this, in every process of the pod.
@@ -88,6 +83,18 @@ def start(request: dict[str, Any]) -> int:
     finally:
         sys.stderr.flush()
         os._exit(status)
+
+
+def close_descriptors(but: Sequence[int] = ()) -> None:
+    """Close what a fork has inherited; FlashInfer's log opens its file again when it is written to."""
+    for logger in logging.root.manager.loggerDict.values():
+        for handler in getattr(logger, "handlers", ()):
+            if isinstance(handler, logging.FileHandler):
+                handler.close()
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2 and int(name) not in but:
+            with contextlib.suppress(OSError):
+                os.close(int(name))
 
 
 def place(wanted: dict[str, Any]) -> None:

@@ -3,7 +3,9 @@
 import contextlib
 import json
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -188,6 +190,11 @@ class PodServer:
         return pod
 
     def close(self) -> None:
+        """End the server, and the pods that a failed test has left."""
+        for pod in self._pods.values():
+            if not pod.ended.is_set():
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pod.pid, signal.SIGKILL)
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(10)
@@ -197,8 +204,9 @@ class PodServer:
 
 
 def free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody listens on, below those that the kernel gives to connections meanwhile."""
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
