@@ -14,6 +14,7 @@ from datetime import timedelta
 import torch
 from torch import distributed
 
+from initwarm.edges import network
 from initwarm.errors import BarrierError, ConfigurationError
 
 
@@ -49,7 +50,8 @@ def open_group(spec: GroupSpec, device: torch.device) -> Iterator[distributed.Pr
     """
     timeout = timedelta(seconds=spec.timeout_seconds)
     try:
-        store = distributed.TCPStore(spec.host, spec.port, is_master=False, timeout=timeout)
+        with network.without_name_servers():
+            store = distributed.TCPStore(spec.host, spec.port, is_master=False, timeout=timeout)
         distributed.init_process_group(
             spec.backend,
             store=distributed.PrefixStore(spec.prefix, store),

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from torch.distributed import DistNetworkError, DistStoreError, TCPStore
 
+from initwarm.edges import network
 from initwarm.errors import BarrierError, ConfigurationError, LostLeaderError
 
 #: A leader that is alive answers at once; a longer wait is better spent on looking again.
@@ -40,7 +41,7 @@ T = TypeVar("T")
 
 
 def host_store(port: int) -> TCPStore:
-    """Open the store of a group on this pod.
+    """Open the store of a group on this pod. From then on this process takes names from its hosts file alone.
 
     Args:
         port: to listen on, on all addresses of the pod; 0 for any free one.
@@ -48,6 +49,7 @@ def host_store(port: int) -> TCPStore:
     Raises:
         ConfigurationError: somebody else listens on the port.
     """
+    network.forget_name_servers()
     try:
         return TCPStore(
             "localhost", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=CONNECT_SECONDS)
@@ -67,7 +69,8 @@ def open_client(address: str, port: int) -> TCPStore:
         LostLeaderError: the leader does not answer.
     """
     try:
-        return TCPStore(address, port, is_master=False, timeout=timedelta(seconds=CONNECT_SECONDS))
+        with network.without_name_servers():
+            return TCPStore(address, port, is_master=False, timeout=timedelta(seconds=CONNECT_SECONDS))
     except StoreErrors as problem:
         raise _lost(problem) from problem
 

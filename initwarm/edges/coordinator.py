@@ -42,6 +42,8 @@ WAIT_NOTICE_SECONDS = 10.0
 PROGRESS_SECONDS = 0.2
 #: The part of the deadline that a pod may be missing for.
 JOIN_SHARE = 0.5
+#: How long a leader waits to hear its own name's address; without it, its first own address serves.
+NAME_SECONDS = 1.0
 #: How many pods a line names that says who is waited for.
 NAMED_PODS = 4
 #: A gap between two looks of the main loop that is no slow volume: this process was stopped.
@@ -95,6 +97,8 @@ class Coordinator:
         #: Why the round before this one ended without a result.
         self.before: str | None = None
         self.paused_seconds = 0.0
+        #: That the leader's name stands for, as far as this leader knows.
+        self.named_address: str | None = None
         self.phase_end = spec.deadline
         self.phase_error: InitwarmError = BarrierError("The deadline passed.")
         self.waiting_for: tuple[int, ...] = ()
@@ -153,6 +157,7 @@ class Coordinator:
         self.join_end = time.monotonic() + self.join_seconds()
         if self.member.is_leader:
             if self.before is None:
+                self.named_address = self._look_up_own_name()
                 self.member.open()
             self.member.open_round()
         else:
@@ -184,10 +189,16 @@ class Coordinator:
         elif not self.member.is_leader:
             address = self.member.host
         else:
-            named = self.spec.topology.leader_address
-            is_known = named is not None and network.resolve_any(named, self.member.port)
-            address = named if named is not None and is_known else network.own_addresses(os.environ, interface)[0]
+            address = self.named_address or network.own_addresses(os.environ, interface)[0]
         return network.collective_environment(os.environ, address, interface)
+
+    def _look_up_own_name(self) -> str | None:
+        """What others see this leader as; unknown where the name is not published yet. Not asked once it has a store."""
+        named = self.spec.topology.leader_address
+        found = (
+            [] if named is None or self.member.is_alone else network.resolve_soon(named, self.member.port, NAME_SECONDS)
+        )
+        return found[0][1] if found else None
 
     def matching_record(self) -> RoundRecord | None:
         """The record of a round that the others may have gone on from, if this prepared pod could be of it."""

@@ -7,17 +7,24 @@ changes when its pod is replaced.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import ipaddress
 import os
 import socket
+import threading
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 from initwarm.errors import BarrierError, ConfigurationError
 
 _IFF_LOOPBACK = 0x8
 _ANY_PORT = 9  # a UDP socket that is connected sends nothing; the port only has to be valid
 _ADDRESS_BYTES = {socket.AF_INET: (4, 4), socket.AF_INET6: (8, 16)}  # offset in the sockaddr, and length
+_NSSWITCH = Path("/etc/nsswitch.conf")
+
+_silent_lock = threading.Lock()
+_silent = 0
 
 IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -49,6 +56,58 @@ def resolve_any(host: str, port: int) -> list[tuple[socket.AddressFamily, str]]:
     if "." in host and _is_name(host) and not host.endswith("."):
         names += [f"{host}.", f"{host}.svc.cluster.local."]
     return next((found for name in names if (found := resolve(name, port))), [])
+
+
+def resolve_soon(host: str, port: int, seconds: float) -> list[tuple[socket.AddressFamily, str]]:
+    """As `resolve_any`, and empty where no answer comes within so many seconds."""
+    found: list[tuple[socket.AddressFamily, str]] = []
+    thread = threading.Thread(target=lambda: found.extend(resolve_any(host, port)), name="resolver", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return list(found)
+
+
+@contextlib.contextmanager
+def without_name_servers() -> Iterator[None]:
+    """Have this process take the names of hosts from its own files alone.
+
+    Each connection of a `TCPStore` looks up the names of its ends, which nobody needs: the client while it connects, the
+    server in the one thread that answers all clients. Where the name server is silent, that takes 5 s or more each time.
+
+    Source:
+        torch, c10d::detail::formatSockAddr, which calls getnameinfo in SocketImpl's constructor and in
+        LibUVStoreDaemon::onConnect; glibc, nss/nss_database.c.
+    """
+    forget_name_servers()
+    try:
+        yield
+    finally:
+        _count_silent(-1)
+
+
+def forget_name_servers() -> None:
+    """As `without_name_servers`, for as long as this process lives."""
+    _count_silent(1)
+
+
+def _count_silent(change: int) -> None:
+    global _silent  # noqa: PLW0603  the switch is the process's, whichever thread needs it
+    with _silent_lock:
+        before, _silent = _silent, _silent + change
+        # Another C library than glibc has no such function.
+        if bool(before) != bool(_silent):
+            with contextlib.suppress(AttributeError, OSError):
+                ctypes.CDLL(None).__nss_configure_lookup(b"hosts", b"files" if _silent else _sources_of_hosts())
+
+
+def _sources_of_hosts() -> bytes:
+    """Where this machine is set up to look for hosts."""
+    with contextlib.suppress(OSError):
+        for line in _NSSWITCH.read_bytes().splitlines():
+            database, _, sources = line.partition(b"#")[0].partition(b":")
+            if database.strip() == b"hosts" and sources.strip():
+                return sources.strip()
+    return b"files dns"
 
 
 def _is_name(host: str) -> bool:
