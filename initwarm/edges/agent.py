@@ -22,10 +22,10 @@ import uuid
 from collections.abc import Mapping
 from multiprocessing import forkserver
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from initwarm import errors, policy, report
-from initwarm.edges import entry, gpus, processes
+from initwarm.edges import bounded, entry, gpus, processes
 from initwarm.edges.console import Console
 from initwarm.edges.engine_root import EngineRoot
 from initwarm.edges.plans import load_plan
@@ -92,7 +92,8 @@ class Agent:
         try:
             if self.settings.is_disabled:
                 return self._disabled()
-            spec = self._prepare()
+            # Off the main thread: a volume that hangs must keep neither a signal nor the deadline waiting.
+            spec = bounded.carry_out(self._prepare, self._check_time)
             processes.be_subreaper(True)
             return self._supervise(spec)
         except InitwarmError as problem:
@@ -122,18 +123,21 @@ class Agent:
             first_failure=None if isinstance(problem, Stopped) else Failure(None, self.pod, str(problem)),
         )
 
-    def _empty_engine_root(self) -> EngineRoot:
+    def _empty_engine_root(self) -> None:
         """Take away what the last life left, before anything else can end this one."""
         path = self.settings.engine_root
         if path is None:
             path = self.settings.engine_root_at(resolve(self.environ, self.settings.topology))
         self.engine_root = EngineRoot(Path(path))
         self.engine_root.empty()
-        return self.engine_root
 
     def _prepare(self) -> entry.RunSpec:
         """Everything that can be refused before torch is imported, cheapest first."""
-        engine_root = self._empty_engine_root()
+        try:
+            unclean = None
+            self._empty_engine_root()
+        except VolumeError as problem:
+            unclean = problem
         topology = resolve(self.environ, self.settings.topology)
         self.num_nodes = topology.num_nodes
         plan = load_plan(self.settings.plan)
@@ -146,7 +150,7 @@ class Agent:
         )
         key = read_key(self.settings.cache_key_file)
         obstacle, failure = self._check_volume_and_gpus(plan.device, key)
-        if failure is not None and topology.num_nodes == 1:
+        if (failure := unclean or failure) is not None and topology.num_nodes == 1:
             raise failure
         self.scratch = _scratch()
         return entry.RunSpec(
@@ -156,7 +160,7 @@ class Agent:
             uid=f"{self.environ.get('INITWARM_POD_UID') or self.pod}:{uuid.uuid4().hex[:12]}",
             pod=self.pod,
             pod_uid=self.environ.get("INITWARM_POD_UID") or None,
-            engine_root=str(engine_root.path),
+            engine_root=self.settings.engine_root_at(topology),
             scratch=self.scratch,
             deadline=self.started + self.settings.deadline_seconds,
             start_method="spawn" if self.settings.start_method == "spawn" else "forkserver",
@@ -269,26 +273,28 @@ class Agent:
             "Try `python3 -c 'import torch, flashinfer'` in this image, and look at the container's memory limit.",
         )
 
-    def _cut_short(self, process: Any, conn: Any) -> Outcome:
-        """The deadline or a signal came first."""
-        if self.stopping:
-            return self._say_goodbye(process, conn)
-        raise errors.BarrierError(
-            f"The deadline of {self.settings.deadline_seconds:g} s passed and the run had not ended.",
-            "No engine file is visible.",
-            "Raise --deadline; finished bundles stay in the cache.",
-        )
-
-    def _say_goodbye(self, process: Any, conn: Any) -> Outcome:
-        """Let the coordinator tell its peers, briefly, then end."""
-        if _is_alive(process):
+    def _cut_short(self, process: Any, conn: Any) -> NoReturn:
+        """The deadline or a signal came first; of a signal the coordinator tells its peers, briefly."""
+        if self.stopping and _is_alive(process):
             with contextlib.suppress(OSError, AttributeError):
                 os.kill(process.pid, signal.SIGTERM)
             end = time.monotonic() + FAREWELL_SECONDS
             while _is_alive(process) and time.monotonic() < end:
                 if not conn.closed and conn.poll(0.02) and not self._hear(conn):
                     break
-        raise Stopped("SIGTERM arrived before the run had ended.", "No engine file is visible.")
+        self._check_time()
+        raise AssertionError("neither a signal nor the deadline")
+
+    def _check_time(self) -> None:
+        """Raise if a signal or the deadline ends the run."""
+        if self.stopping:
+            raise Stopped("SIGTERM arrived before the run had ended.", "No engine file is visible.")
+        if time.monotonic() >= self.started + self.settings.deadline_seconds:
+            raise errors.BarrierError(
+                f"The deadline of {self.settings.deadline_seconds:g} s passed and the run had not ended.",
+                "No engine file is visible.",
+                "Raise --deadline; finished bundles stay in the cache.",
+            )
 
     def _finish(self, outcome: Outcome) -> int:
         """Leave the engine root true to the outcome, say it everywhere, and hand over."""

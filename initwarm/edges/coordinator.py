@@ -235,9 +235,15 @@ class Coordinator:
 
     def _idle(self) -> None:
         """While a leader is slow to answer: a signal and the end of the time are noticed all the same."""
+        self._notice_pause(time.monotonic())  # it is the leader that stands still, and not this pod
         if self.is_stopping():
             raise Stopped("SIGTERM arrived before the run had ended.", "No engine file is visible.")
         if time.monotonic() >= self.phase_end:
+            if self.member.is_joined and not self.member.is_leader:
+                raise LostLeaderError(
+                    f"The leader (node rank 0, pod {self.member.leader_pod}) did not answer before the time was up.",
+                    "The group cannot go on.",
+                )
             raise self.phase_error
 
     def join_seconds(self) -> float:

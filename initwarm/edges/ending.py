@@ -41,7 +41,9 @@ class Ending:
     def of(self, problem: InitwarmError) -> dict[str, Any]:
         """The end that this pod announces (leader), or reports when it lost the group (follower)."""
         settings = self.spec.settings
-        outcome, exit_code = policy.judge(problem, settings.on_tuning_failure, settings.on_barrier_failure)
+        # That all start cold is the leader's to say: a follower that has not heard it must not start cold alone.
+        on_tuning_failure = settings.on_tuning_failure if self.member.is_leader else "fail"
+        outcome, exit_code = policy.judge(problem, on_tuning_failure, settings.on_barrier_failure)
         is_stopped = isinstance(problem, Stopped)
         failure = (
             None if is_stopped else {"rank": problem.rank, "pod": problem.pod or self.spec.pod, "what": str(problem)}
@@ -103,17 +105,18 @@ class Ending:
         self.member.close()
 
     def _wait_for_goodbyes(self, end: Mapping[str, Any]) -> None:
-        """Where the leader itself could not take part, pods that have not joined yet are waited for too."""
+        """Pods that have not joined yet are waited for too, where they could not know that all start cold."""
         patience = FAREWELL_SECONDS if end["outcome"] == report.STOPPED else GOODBYE_SECONDS
         limit = time.monotonic() + patience
         others = range(1, self.spec.topology.num_nodes)
+        is_cold_early = end["outcome"] == report.COLD and not self.member.inbox.is_closed
         while time.monotonic() < self.spec.deadline - LAST_SECONDS:
             with contextlib.suppress(InitwarmError, RoundOver):
                 self.member.inbox.collect()
             waiting = [one for one in others if one not in self.member.inbox.farewells]
             absent = [one for one in waiting if one not in self.member.peers.places]
             is_late = (
-                self.coordinator.has_begun
+                (self.coordinator.has_begun and not is_cold_early)
                 or end["outcome"] == report.STOPPED
                 or time.monotonic() > self.coordinator.join_end
             )

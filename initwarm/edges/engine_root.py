@@ -129,6 +129,9 @@ def _write_tree(directory: Directory, files: Mapping[str, bytes]) -> None:
             below.setdefault(name, {})[rest] = data
         else:
             directory.write(name, data)
+            # The replay does not look at every file, and a bad one says nothing against the bundle.
+            if directory.read(name, len(data)) != data:
+                raise RefusedError(name, "reads back as other bytes than were written")
     for name, inner in below.items():
         with directory.create(name) as child:
             _write_tree(child, inner)

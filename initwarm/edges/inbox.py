@@ -48,6 +48,8 @@ class Inbox:
         self.is_closed = False
         self._stopped: dict[int, tuple[float, InitwarmError]] = {}
         self._pending: list[int] = []
+        #: Letters that have come and are not taken in yet, which what one of them raises must not lose.
+        self._letters: list[str] = []
         self._heard = 0
 
     def collect(self) -> None:
@@ -66,7 +68,9 @@ class Inbox:
             if text is None:
                 self._pending.append(number)  # its writer has numbered it and not written it yet
             else:
-                self._take(json.loads(text))
+                self._letters.append(text)
+        while self._letters:
+            self._take(json.loads(self._letters.pop(0)))
 
     def _take(self, letter: Mapping[str, Any]) -> None:
         node, kind = letter.get("node"), letter["kind"]

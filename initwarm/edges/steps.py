@@ -15,7 +15,16 @@ from initwarm.edges.member import GroupEnded
 from initwarm.edges.pod import error_of
 from initwarm.edges.tuning import TuneResult
 from initwarm.edges.worker import Tickets
-from initwarm.errors import BarrierError, InitwarmError, LostLeaderError, LostRankError, Stopped, TuningTimeout
+from initwarm.errors import (
+    BarrierError,
+    InitwarmError,
+    LostLeaderError,
+    LostRankError,
+    Stopped,
+    SupersededError,
+    TopologyError,
+    TuningTimeout,
+)
 from initwarm.protocol import Answer, Step, as_error
 
 if TYPE_CHECKING:
@@ -48,8 +57,8 @@ class Steps:
         self.member.note(step.kind)
         try:
             data = getattr(self, f"_do_{step.kind}")(step)
-        except (Stopped, GroupEnded, RoundOver, LostLeaderError):
-            raise
+        except (Stopped, GroupEnded, RoundOver, LostLeaderError, TopologyError, SupersededError):
+            raise  # of the group and not of this step: nobody's answer is waited for
         except InitwarmError as problem:
             return Answer(node_rank, error=as_error(problem, self.spec.pod))
         return Answer(node_rank, data)
