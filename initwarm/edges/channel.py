@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from torch.distributed import DistNetworkError, DistStoreError, TCPStore
 
-from initwarm.edges import network
+from initwarm.edges import bounded, network
 from initwarm.errors import BarrierError, ConfigurationError, LostLeaderError
 
 #: A leader that is alive answers at once; a longer wait is better spent on looking again.
@@ -68,9 +68,19 @@ def open_client(address: str, port: int) -> TCPStore:
     Raises:
         LostLeaderError: the leader does not answer.
     """
+    end = time.monotonic() + CONNECT_SECONDS
+
+    def look() -> None:
+        if time.monotonic() > end:
+            raise _silent(CONNECT_SECONDS)
+
+    def connect() -> TCPStore:
+        return TCPStore(address, port, is_master=False, timeout=timedelta(seconds=CONNECT_SECONDS))
+
     try:
         with network.without_name_servers():
-            return TCPStore(address, port, is_master=False, timeout=timedelta(seconds=CONNECT_SECONDS))
+            # Its timeout is that of the connection alone, which the kernel of a process that stands still accepts.
+            return bounded.carry_out(connect, look)
     except StoreErrors as problem:
         raise _lost(problem) from problem
 
@@ -166,7 +176,7 @@ class Channel:
 
     def _call(self, request: Callable[[], T]) -> T:
         if self._is_stuck:
-            raise _silent()
+            raise _silent(DEAD_SECONDS)
         done = threading.Event()
         results: list[T] = []
         problems: list[Exception] = []
@@ -183,7 +193,7 @@ class Channel:
         try:
             while not done.wait(SLICE_SECONDS):
                 if time.monotonic() - since > DEAD_SECONDS:
-                    raise _silent()
+                    raise _silent(DEAD_SECONDS)
                 self.idle()
         except BaseException:
             self._is_stuck = True
@@ -210,9 +220,9 @@ def _lost(problem: BaseException) -> LostLeaderError:
     )
 
 
-def _silent() -> LostLeaderError:
+def _silent(seconds: float) -> LostLeaderError:
     return LostLeaderError(
-        f"The leader answered nothing for {DEAD_SECONDS:.0f} s.",
+        f"The leader answered nothing for {seconds:.0f} s.",
         "The group cannot go on.",
         "Look at the leader pod (node rank 0): it is stopped, or its network is cut.",
     )

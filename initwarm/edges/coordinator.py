@@ -193,7 +193,7 @@ class Coordinator:
         return network.collective_environment(os.environ, address, interface)
 
     def _look_up_own_name(self) -> str | None:
-        """What others see this leader as; unknown where the name is not published yet. Not asked once it has a store."""
+        """What others see this leader as, if its name is known yet; asked before names are taken from files alone."""
         named = self.spec.topology.leader_address
         found = (
             [] if named is None or self.member.is_alone else network.resolve_soon(named, self.member.port, NAME_SECONDS)

@@ -71,8 +71,8 @@ def resolve_soon(host: str, port: int, seconds: float) -> list[tuple[socket.Addr
 def without_name_servers() -> Iterator[None]:
     """Have this process take the names of hosts from its own files alone.
 
-    Each connection of a `TCPStore` looks up the names of its ends, which nobody needs: the client while it connects, the
-    server in the one thread that answers all clients. Where the name server is silent, that takes 5 s or more each time.
+    Each connection of a `TCPStore` looks up the names of its ends, which nobody needs: the client while it connects,
+    the server in the one thread that answers all clients. Where the name server is silent, that takes 5 s or more.
 
     Source:
         torch, c10d::detail::formatSockAddr, which calls getnameinfo in SocketImpl's constructor and in
@@ -91,13 +91,14 @@ def forget_name_servers() -> None:
 
 
 def _count_silent(change: int) -> None:
-    global _silent  # noqa: PLW0603  the switch is the process's, whichever thread needs it
+    global _silent
     with _silent_lock:
         before, _silent = _silent, _silent + change
         # Another C library than glibc has no such function.
         if bool(before) != bool(_silent):
             with contextlib.suppress(AttributeError, OSError):
-                ctypes.CDLL(None).__nss_configure_lookup(b"hosts", b"files" if _silent else _sources_of_hosts())
+                configure = ctypes.CDLL(None)["__nss_configure_lookup"]
+                configure(b"hosts", b"files" if _silent else _sources_of_hosts())
 
 
 def _sources_of_hosts() -> bytes:

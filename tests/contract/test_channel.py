@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from initwarm.edges.channel import open_client
+from initwarm.errors import LostLeaderError
 from tests.support.netns import ROOT, Network, why_not
 
 HOST = """
@@ -55,3 +60,20 @@ def test_no_name_server_is_asked_who_is_at_the_ends_of_a_connection(network: Net
     # Names that the client itself asks for are still looked up there.
     assert said == "value 10.77.0.10\n"
     assert {question["name"] for question in names.asked()} == {"leader.example"}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("greeting", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\x15\x03\x01\x00\x02\x02\x46"])
+def test_r79_who_accepts_a_connection_and_is_no_leader_is_given_up(greeting: bytes) -> None:
+    """A process that stands still, a web server, and a proxy that wants TLS."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            with contextlib.suppress(OSError):
+                while greeting:
+                    with server.accept()[0] as connection:
+                        connection.sendall(greeting)
+
+        threading.Thread(target=answer, daemon=True).start()
+        with pytest.raises(LostLeaderError):
+            open_client("127.0.0.1", server.getsockname()[1])
