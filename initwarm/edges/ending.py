@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from initwarm.edges.coordinator import Coordinator
 
 POLL_SECONDS = 0.03
-#: How long a failed pod waits for the leader's word on what was first.
-HEAR_SECONDS = 3.0
 GOODBYE_SECONDS = 10.0
 FAREWELL_SECONDS = 1.0
 LAST_SECONDS = 0.5
@@ -77,10 +75,10 @@ class Ending:
                     end.update(self._hear_end() or {})
 
     def _hear_end(self) -> Mapping[str, Any] | None:
-        limit = time.monotonic() + HEAR_SECONDS
-        while time.monotonic() < min(limit, self.coordinator.deadline):
+        """The leader's word, for as long as it lives: its volume may be slow."""
+        while time.monotonic() < self.coordinator.deadline - LAST_SECONDS and not self.coordinator.is_stopping():
             try:
-                self.member.next_step()
+                self.member.check_group()
             except GroupEnded as ended:
                 return ended.data
             except RoundOver:

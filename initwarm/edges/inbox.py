@@ -106,12 +106,12 @@ class Inbox:
                 raise RoundOver(f"node rank {node} was restarted (pod {place['pod']})")
 
     def _part(self, node: int, letter: Mapping[str, Any]) -> None:
-        self.farewells.add(node)
         error = letter["error"]
+        if error is not None and error["kind"] != "Stopped":
+            raise from_error(error)  # no goodbye yet: it stays until it has heard how this ends
+        self.farewells.add(node)
         if error is None:
             return
-        if error["kind"] != "Stopped":
-            raise from_error(error)
         stopped = BarrierError(
             f"Node rank {node} (pod {letter['pod']}) was stopped, and no other has taken its place.",
             "The group cannot go on without it.",

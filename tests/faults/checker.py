@@ -92,6 +92,10 @@ def _has_passed(record: Record) -> bool:
     return any(BARRIER_PASSED in _log(pod) for pod in record["pods"])
 
 
+def _has_joined_a_round(pod: Record) -> bool:
+    return '"initwarm.group.joined"' in _log(pod)
+
+
 def _late(record: Record) -> Iterator[str]:
     deadline = record["schedule"]["deadline_seconds"]
     for pod in record["pods"]:
@@ -163,10 +167,11 @@ def _alike(record: Record) -> Iterator[str]:
         return
     yield from _unlike(record, warm, {node: _files(roots[node]) for node in warm})
     others = [pod for node, pod in finals.items() if node not in warm]
-    # The others had gone on, or went on with the record of the round that they were in before.
+    # The others had gone on, or went on with the record of the round that they were in before, as nobody led them.
     has_joined = all("joined round" in _message(pod)["reason"] for pod in warm.values())
     is_excused = (_has_passed(record) or has_joined) and all(
-        pod["status"] < 0 or pod["terminated"] is not None for pod in others
+        pod["status"] < 0 or pod["terminated"] is not None or (has_joined and not _has_joined_a_round(pod))
+        for pod in others
     )
     if others and not is_excused:
         ends = ", ".join(f"{pod['name']} {_outcome(pod)} ({pod['status']})" for pod in others)
@@ -386,14 +391,19 @@ def _fits(record: Record) -> Iterator[str]:
 def _expected(pod: Record, struck: Sequence[Record], record: Record, has_passed: bool) -> list[Verdict]:
     """How this pod may end; several faults permit what any of them does, and a warm end only if all of them do."""
     warm_if_passed = [WARM] if has_passed else []
-    if pod["terminated"] is not None:
-        return [Verdict("stopped", 143, "SIGTERM"), *warm_if_passed]
     if pod["role"] == "old":
-        return [Verdict("failed", 75, r"in place of this|leads group|deadline|No leader|stood still|was heard")]
+        words = r"in place of this|leads group|deadline|No leader|stood still|was heard"
+        return [Verdict("failed", 75, words), *warm_if_passed]
     if pod["role"] == "rival":
         return [Verdict("failed", 78, r"Two living pods claim node rank|is taken on this pod"), *warm_if_passed]
     permitted = [_permitted(fault, record, has_passed, pod["node"]) for fault in struck]
     found = [one for each in permitted for one in each if one != WARM]
+    if pod["terminated"] is not None:
+        # Unless the round had ended by then: warm, or by another fault.
+        earlier = [
+            one for fault, each in zip(struck, permitted, strict=True) if fault["kind"] != "terminate" for one in each
+        ]
+        return [Verdict("stopped", 143, "SIGTERM"), *warm_if_passed, *(one for one in earlier if one != WARM)]
     return [*found, WARM] if all(WARM in each for each in permitted) else found
 
 

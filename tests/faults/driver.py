@@ -35,8 +35,8 @@ POLL_SECONDS = 0.02
 PATIENCE_SECONDS = 12.0
 #: The kernel collects what a killed process leaves in this time.
 REAP_SECONDS = 10.0
-#: The barrier's own patience, so that a cut does not outlast the deadline.
-COLLECTIVE_SECONDS = 6
+#: The collectives' own patience: longer than a pause that has to be survived, shorter than the deadline after a cut.
+COLLECTIVE_SECONDS = 10
 #: The deadline of a life without faults that follows.
 AGAIN_SECONDS = 60.0
 _STEPS = ("tune", "adopt", "prove", "barrier")

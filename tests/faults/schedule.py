@@ -287,5 +287,5 @@ def _needed(fault: Fault, has_bundle: bool) -> float:
     if fault.kind == "stop":
         return 15.0 if fault.variant == "long" else 40.0
     if fault.kind == "cut":
-        return 40.0 if fault.variant == "heals" else 18.0
+        return 40.0 if fault.variant == "heals" else 24.0
     return 30.0 if fault.kind == "slow" else 40.0

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from initwarm.edges.inbox import Inbox
-from initwarm.errors import TopologyError
-from initwarm.protocol import Answer, encode
+from initwarm.errors import TopologyError, VolumeError
+from initwarm.protocol import Answer, as_error, encode
 from tests.support import faultfs
 from tests.support.faultfs import FaultFS, Rule
 from tests.support.groups import Group
@@ -183,3 +183,19 @@ def test_a_letter_that_ends_the_round_does_not_lose_those_behind_it() -> None:
     inbox.collect()
 
     assert inbox.answers == {0: {1: Answer(1)}}
+
+
+def test_a_pod_that_reports_its_failure_has_not_said_goodbye_yet() -> None:
+    """The leader stays until it has heard how the round ended."""
+    lost = as_error(VolumeError("The volume is gone.", "Nothing is read."), "pod-1")
+    gone = {"kind": "gone", "node": 1, "uid": "one", "pod": "pod-1"}
+    channel: Any = Letters({**gone, "error": lost}, {**gone, "error": None})
+    peers: Any = Places()
+    inbox = Inbox(channel, peers, lambda *_, **__: None)
+
+    with pytest.raises(VolumeError, match="The volume is gone"):
+        inbox.collect()
+    assert inbox.farewells == set()
+
+    inbox.collect()
+    assert inbox.farewells == {1}
