@@ -17,6 +17,12 @@ from torch import distributed
 from initwarm.edges import network
 from initwarm.errors import BarrierError, ConfigurationError
 
+#: What to do where the control channel works and a collective does not.
+DATA_PORTS = (
+    "The pods reach the leader, so look at what lies between them: a NetworkPolicy or firewall must allow all ports "
+    "inside the group (collectives use ports of their own), and --interface must name the network that they share."
+)
+
 
 @dataclass(frozen=True)
 class GroupSpec:
@@ -105,5 +111,5 @@ def _missed(spec: GroupSpec, problem: BaseException) -> BarrierError:
         f"Rank {spec.rank} of {spec.size} could not meet the others over {spec.backend} within "
         f"{spec.timeout_seconds:g} s: {first}.",
         "The barrier was not passed.",
-        "Check that the pods reach each other on all ports, and the interface (--interface).",
+        DATA_PORTS,
     )

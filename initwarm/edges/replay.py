@@ -6,6 +6,8 @@ winner is executed, since a cached choice can be one that its kernel refuses, an
 
 from __future__ import annotations
 
+import os
+import stat
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -167,11 +169,14 @@ def _built_files() -> dict[str, tuple[int, int]]:
 
     root = Path(env.FLASHINFER_JIT_DIR)
     files: dict[str, tuple[int, int]] = {}
-    for path in root.rglob("*"):
-        try:
-            state = path.stat()
-        except OSError:  # a temporary file of a build that another rank of this pod is making
-            continue
-        if path.is_file() and not path.name.endswith(_NOT_BUILT):
-            files[str(path.relative_to(root))] = (state.st_mtime_ns, state.st_size)
+    # What this user may not read was built by another, and is passed over.
+    for above, _, names in os.walk(root):
+        for name in names:
+            path = Path(above, name)
+            try:
+                state = path.stat()
+            except OSError:  # a temporary file of a build that another rank of this pod is making
+                continue
+            if stat.S_ISREG(state.st_mode) and not name.endswith(_NOT_BUILT):
+                files[str(path.relative_to(root))] = (state.st_mtime_ns, state.st_size)
     return files

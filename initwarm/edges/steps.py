@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from initwarm.bundle import BUNDLE, encode_bundle, parse_bundle
-from initwarm.edges.barrier import GroupSpec
+from initwarm.edges.barrier import DATA_PORTS, GroupSpec
 from initwarm.edges.inbox import RoundOver
 from initwarm.edges.jobs import STOPPED, JobEnd
 from initwarm.edges.member import GroupEnded
@@ -200,7 +200,12 @@ class Steps:
     def _do_barrier(self, step: Step) -> dict[str, Any]:
         # The collective has a timeout of its own; the bound beyond it is for a worker that does not keep it.
         bound = 2 * self.spec.settings.collective_timeout_seconds
-        self.coordinator.begin_phase(bound, BarrierError("A rank did not come back from the barrier."))
         data = step.data
+        problem = BarrierError(
+            f"Ranks {list(self.pod.ranks)} did not leave the barrier over {data['backend']} within {bound:g} s.",
+            "The barrier was not passed.",
+            DATA_PORTS,
+        )
+        self.coordinator.begin_phase(bound, problem.at(None, self.spec.pod))
         self.pod.meet(lambda rank: self._group(f"barrier/{step.number}", data["backend"], rank, data["size"]))
         return {}

@@ -170,8 +170,7 @@ def _alike(record: Record) -> Iterator[str]:
     # The others had gone on, or went on with the record of the round that they were in before, as nobody led them.
     has_joined = all("joined round" in _message(pod)["reason"] for pod in warm.values())
     is_excused = (_has_passed(record) or has_joined) and all(
-        pod["status"] < 0 or pod["terminated"] is not None or (has_joined and not _has_joined_a_round(pod))
-        for pod in others
+        pod["status"] < 0 or pod["terminated"] is not None or not _has_joined_a_round(pod) for pod in others
     )
     if others and not is_excused:
         ends = ", ".join(f"{pod['name']} {_outcome(pod)} ({pod['status']})" for pod in others)
@@ -411,7 +410,11 @@ def _permitted(fault: Record, record: Record, has_passed: bool, node: int) -> li
     """How the pod at a node may end after this fault."""
     kind, schedule, is_target = fault["kind"], record["schedule"], fault["target"] == node
     if kind in ("kill", "terminate", "torn_rename"):
-        return [WARM] if fault["successor"] is not None else _lost(fault, record, has_passed)
+        if fault["successor"] is None:
+            return _lost(fault, record, has_passed)
+        # What the others have gone on with lies on volumes of theirs.
+        is_stranded = has_passed and schedule["has_own_volumes"] and is_target
+        return [WARM, *([Verdict("failed", 75, "No leader|said no hello")] if is_stranded else [])]
     if kind == "stop":
         if fault["variant"] != "long":
             return [WARM]
@@ -434,7 +437,9 @@ def _permitted(fault: Record, record: Record, has_passed: bool, node: int) -> li
     if kind == "slow":
         words = "deadline|in time|time was up|before|within|did not"
         return [WARM, _soft(schedule, 75, words), Verdict("failed", 75, words)]
-    return _of_a_volume(fault, schedule)
+    # A pod that comes back alone, and cannot take what the others have, must not start cold beside them.
+    alone = [Verdict("failed", 74)] if has_passed and is_target else []
+    return [*_of_a_volume(fault, schedule), *alone]
 
 
 def _of_a_volume(fault: Record, schedule: Record) -> list[Verdict]:

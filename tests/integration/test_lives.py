@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.support import faultfs
+from tests.support.faultfs import FaultFS, Rule
 from tests.support.groups import Group
 from tests.support.plans import plan_file
 from tests.support.pods import Pod, PodServer, free_port
@@ -236,3 +240,134 @@ def test_a_volume_that_was_set_back_serves_a_whole_group_from_what_it_has(
 
     group.assert_warm(group.run(*old_plan), tuned=False)
     group.assert_warm(group.run(*new_plan), tuned=True)
+
+
+# A round is committed in this order: all ranks met, the record is on the volume, the leader says go.
+
+#: The operation before which the leader is killed, so that the one named first is the last that happened.
+BETWEEN_BARRIER_AND_RECORD = Rule(["rename"], "v1/rounds/*", kill="group", count=1)
+BETWEEN_RECORD_AND_GO = Rule(["fsyncdir"], "v1/rounds", kill="group", count=1)
+needs_fuse = pytest.mark.skipif(faultfs.why_not() is not None, reason=f"needs FUSE: {faultfs.why_not()}")
+
+
+@needs_fuse
+@pytest.mark.parametrize("rule", [BETWEEN_BARRIER_AND_RECORD, BETWEEN_RECORD_AND_GO], ids=["barrier", "record"])
+def test_a_leader_killed_while_it_commits_the_round_leads_the_next_one(
+    pod_server: PodServer, tmp_path: Path, rule: Rule
+) -> None:
+    group = Group(pod_server, tmp_path, 3, 1, has_uids=True)
+    port = free_port()
+    with FaultFS(group.cache_root(0), tmp_path / "mount") as mount:
+        mount.inject(rule)
+        leader = group.start_pod(0, port, "--cache-root", str(mount.at))
+        followers = [group.start_pod(node, port) for node in (1, 2)]
+
+        assert leader.wait() == -signal.SIGKILL
+
+    assert leader.events("initwarm.barrier.passed")
+    assert bool(list(group.cache_root(0).glob("v1/rounds/test.json"))) == (rule is BETWEEN_RECORD_AND_GO)
+    pods = [group.restart_pod(0, port), *followers]
+    for pod in pods:
+        pod.wait()
+    messages = [pod.message for pod in pods]
+    assert [(pod.status, message["outcome"]) for pod, message in zip(pods, messages, strict=True)] == [(0, "warm")] * 3
+    assert len({message["bundle"] for message in messages}) == 1
+    assert sum(message["tuned"] for message in messages[:1]) == 0
+    assert [message["ranks"] for message in messages] == [[0], [1], [2]]
+
+
+@needs_fuse
+def test_followers_whose_leader_died_after_the_record_go_on_with_it(pod_server: PodServer, tmp_path: Path) -> None:
+    group = Group(pod_server, tmp_path, 3, 1)
+    port = free_port()
+    with FaultFS(group.cache_root(0), tmp_path / "mount") as mount:
+        mount.inject(BETWEEN_RECORD_AND_GO)
+        leader = group.start_pod(0, port, "--cache-root", str(mount.at))
+        followers = [group.start_pod(node, port) for node in (1, 2)]
+
+        assert leader.wait() == -signal.SIGKILL
+
+    for pod in followers:
+        assert (pod.wait(), pod.message["outcome"]) == (0, "warm"), pod.log
+        assert "joined round" in pod.message["reason"]
+    assert group.files(1).keys() - {"flashinfer-v1/rank1.json"} == group.files(2).keys() - {"flashinfer-v1/rank2.json"}
+
+
+@needs_fuse
+def test_followers_whose_leader_died_before_the_record_show_nothing(pod_server: PodServer, tmp_path: Path) -> None:
+    group = Group(pod_server, tmp_path, 3, 1, ["--deadline", "30"])
+    port = free_port()
+    with FaultFS(group.cache_root(0), tmp_path / "mount") as mount:
+        mount.inject(BETWEEN_BARRIER_AND_RECORD)
+        leader = group.start_pod(0, port, "--cache-root", str(mount.at))
+        followers = [group.start_pod(node, port) for node in (1, 2)]
+
+        assert leader.wait() == -signal.SIGKILL
+
+    for pod in followers:
+        assert (pod.wait(), pod.message["outcome"]) == (75, "failed"), pod.log
+        assert f"(leader: pod {leader.name})" in pod.message["reason"]
+    assert group.files(1) == group.files(2) == {}
+
+
+def test_r80_each_restart_of_a_worker_is_another_round(pod_server: PodServer, tmp_path: Path) -> None:
+    """Counts of a worker's restarts name nothing; keys of a round that was left are still in the store, and unread."""
+    group = Group(pod_server, tmp_path, 2, 1, plan_file(tmp_path, {"seconds": 0.2}), has_uids=True)
+    port = free_port()
+    leader, follower = (group.start_pod(node, port) for node in (0, 1))
+    for restart in range(2):
+        follower.wait_for("initwarm.group.joined")
+        leader.wait_for_text('"message": "tune", "step": 0' if restart == 0 else "initwarm.round.restarted")
+        kill_group(follower)
+        follower = group.restart_pod(1, port)
+    for pod in (leader, follower):
+        pod.wait()
+
+    group.assert_warm([leader, follower], tuned=True)
+    epochs = [event["epoch"] for event in leader.events("initwarm.group.joined")]
+    assert len(set(epochs)) == len(epochs) >= 2
+    assert [event["epoch"] for event in follower.events("initwarm.group.joined")][-1] == epochs[-1]
+
+
+# Clocks.
+
+
+@pytest.fixture(scope="module")
+def shifting_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PodServer]:
+    """A pod server on whose pods the time of day can be set back."""
+    if shutil.which("gcc") is None:
+        pytest.skip("needs a C compiler for the library that is preloaded")
+    directory = tmp_path_factory.mktemp("clock")
+    library = directory / "clock_shift.so"
+    source = Path(__file__).parents[1] / "support" / "clock_shift.c"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-Wall", "-o", library, source, "-ldl"], check=True)
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("LD_PRELOAD", str(library))
+        server = PodServer(directory / "workspace")
+    yield server
+    server.close()
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_clock_that_is_set_back_a_day_on_one_host_changes_nothing(
+    shifting_server: PodServer, tmp_path: Path, node: int
+) -> None:
+    """Leases, address records and heartbeats are judged by what moves on the observer's monotonic clock."""
+    shift = tmp_path / "set-back"
+    group = Group(shifting_server, tmp_path, 2, 1, [*plan_file(tmp_path, {"seconds": 0.3}), "--strategy", "split"])
+    port = free_port()
+    pods = [
+        group.start_pod(one, port, environ={"CLOCK_SHIFT_FILE": str(shift)} if one == node else {}) for one in range(2)
+    ]
+    step_of(pods[0], "tune")
+
+    shift.touch()
+    for pod in pods:
+        pod.wait()
+
+    group.assert_warm(pods, tuned=True)
+    times = [event["time"] for event in pods[node].events()]
+    assert times[-1] < times[0]
+    assert not pods[0].events("initwarm.round.restarted")
+    for pod in pods:
+        assert 0 <= pod.message["seconds"] < 100
