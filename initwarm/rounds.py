@@ -14,6 +14,10 @@ from initwarm.errors import DataError
 from initwarm.jsontext import is_digest
 
 SCHEMA = 1
+#: The others of the group are looked for so long, without a new arrival, before the record of their round is believed.
+ALONE_SECONDS = 10.0
+#: Between two looks for it.
+RECORD_SECONDS = 2.0
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from initwarm.errors import (
 )
 from initwarm.plan import check_world
 from initwarm.protocol import Adopt, Answer, Conflict, Hello, Step, as_error, first_error, from_error, verdict
-from initwarm.rounds import RoundRecord
+from initwarm.rounds import ALONE_SECONDS, RECORD_SECONDS, RoundRecord
 from initwarm.topology import rank_offsets
 
 if TYPE_CHECKING:
@@ -29,8 +29,6 @@ CONFLICT_SECONDS = 5.0
 FAILED_SECONDS = 8.0
 #: A pod whose heart has stood still for so long when another fails may be what the other waited for.
 PULSE_SECONDS = 5.0
-#: After so long without a new arrival, those who are there believe the record of a round that the others were in.
-ALONE_SECONDS = 10.0
 
 
 class Leader:
@@ -49,6 +47,10 @@ class Leader:
         #: Who takes part; all pods, or those who are left where the others have gone on.
         self.nodes: list[int] = list(range(self.spec.topology.num_nodes))
         self.hellos: dict[int, Hello] = {}
+        #: The record on the volume, as last seen; and if it could be this group's, of the round that the others are in.
+        self.latest_record: RoundRecord | None = None
+        self.record: RoundRecord | None = None
+        self.record_looked_for_at = 0.0
         self.number = 0
         self.offsets: tuple[int, ...] = ()
         self.world_size = 0
@@ -62,8 +64,7 @@ class Leader:
         Raises:
             RoundOver: a pod was replaced meanwhile.
         """
-        record = self.coordinator.matching_record()
-        decision = self._agree(record)
+        decision = self._agree()
         present = [self.hellos[node] for node in self.nodes]
         # The pod that started first has the least time left; its end must not come as a surprise to the others.
         self.coordinator.deadline = min(
@@ -71,8 +72,8 @@ class Leader:
         )
         self.member.call_the_roll({hello.node_rank: hello for hello in present})
         if len(self.nodes) < self.spec.topology.num_nodes:
-            assert record is not None
-            end = self._rejoin(record)
+            assert self.record is not None
+            end = self._rejoin(self.record)
         else:
             end = self._full_round(decision)
         self.member.announce_end(end)
@@ -109,9 +110,9 @@ class Leader:
             raise RoundOver("the bundle of the recorded round did not stand the replay")
         return self._warm_end(f"adopted: joined round {record.epoch[:8]}")
 
-    def _agree(self, record: RoundRecord | None) -> Any:
+    def _agree(self) -> Any:
         """The verdict on all hellos, once it is no conflict, or stands still."""
-        self._gather_hellos(record)
+        self._gather_hellos()
         decision = verdict([self.hellos[node] for node in self.nodes])
         since = time.monotonic()
         while isinstance(decision, Conflict):
@@ -120,13 +121,13 @@ class Leader:
             self.coordinator.pump()
             time.sleep(0.1)
             before = dict(self.hellos)
-            self._gather_hellos(record)
+            self._gather_hellos()
             if self.hellos != before:
                 since = time.monotonic()
                 decision = verdict([self.hellos[node] for node in self.nodes])
         return decision
 
-    def _gather_hellos(self, record: RoundRecord | None) -> None:
+    def _gather_hellos(self) -> None:
         """Wait for every pod; or, with a record of the round that the others are in, for those who come at all."""
         seconds = self.coordinator.join_seconds()
         began, reminder = time.monotonic(), hints.Reminder()
@@ -146,13 +147,24 @@ class Leader:
                 self.nodes = list(everyone)
                 return True
             self._remind(reminder, time.monotonic() - began, missing)
-            if record is not None and time.monotonic() - self.member.inbox.last_arrival > ALONE_SECONDS:
+            if time.monotonic() - self.member.inbox.last_arrival > ALONE_SECONDS:
+                self._look_for_record()
                 self.nodes = sorted(self.hellos)
-                return self._is_of(record) or None
+                return (self.record is not None and self._is_of(self.record)) or None
             return None
 
         self.coordinator.begin_phase(seconds, BarrierError("No hello arrived."))
         self.coordinator.wait_for(look, what=tuple(everyone))
+
+    def _look_for_record(self) -> None:
+        """Read the record now and then: an older leader may have left it since this one came."""
+        now = time.monotonic()
+        if now - self.record_looked_for_at < RECORD_SECONDS:
+            return
+        self.record_looked_for_at = now
+        latest = self.pod.recorded_round(self.spec.topology.group)
+        if latest != self.latest_record:
+            self.latest_record, self.record = latest, self.coordinator.matching_record()
 
     def _is_of(self, record: RoundRecord) -> bool:
         """Whether all who are there could be of the recorded round."""

@@ -9,16 +9,12 @@ from initwarm import hints, report
 from initwarm.edges.rendezvous import Finder
 from initwarm.edges.steps import MARGIN_SECONDS
 from initwarm.errors import BarrierError, LostLeaderError, TuningTimeout
-from initwarm.rounds import RoundRecord
+from initwarm.rounds import ALONE_SECONDS, RECORD_SECONDS, RoundRecord
 from initwarm.topology import rank_offsets
 
 if TYPE_CHECKING:
     from initwarm.edges.coordinator import Coordinator
 
-#: A living leader is looked for so long before a record is believed.
-ALONE_SECONDS = 10.0
-#: Between two looks for a record.
-RECORD_SECONDS = 2.0
 POLL_SECONDS = 0.05
 
 

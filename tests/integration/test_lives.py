@@ -184,6 +184,22 @@ def test_r75_a_pod_that_comes_when_the_others_have_finished_verifies_and_goes_on
     assert group.files(1)
 
 
+def test_a_leader_that_came_before_the_record_of_the_old_one_goes_on_with_it(
+    pod_server: PodServer, tmp_path: Path
+) -> None:
+    group = Group(pod_server, tmp_path, 2, 1, leader_address=None)
+    bundle = group.assert_warm(group.run(), tuned=True)
+    record = group.cache_root(0) / "v1" / "rounds" / "test.json"
+    aside = record.rename(tmp_path / "record")
+    newer = group.restart_pod(0, free_port())
+    newer.wait_for("initwarm.group.joined")
+
+    aside.rename(record)
+
+    assert (newer.wait(), newer.message["outcome"], newer.message["bundle"]) == (0, "warm", bundle), newer.log
+    assert "joined round" in newer.message["reason"]
+
+
 def test_a_group_that_is_started_again_whole_meets_and_does_not_join_its_old_round(
     pod_server: PodServer, tmp_path: Path
 ) -> None:
