@@ -98,14 +98,20 @@ class Holder:
 
     Args:
         name: as in its records.
+        pod: that it runs in, as its name begins; None where that is not known.
         term: that it holds, or None.
         renewed: when its last successful renewal began, in seconds on its own monotonic clock. No observer can have
             seen that renewal earlier.
     """
 
     name: str
+    pod: str | None = None
     term: int | None = None
     renewed: float = 0.0
+
+    def succeeds(self, other: str | None) -> bool:
+        """Whether another holder was an earlier process of this one's pod, which ended with its container."""
+        return self.pod is not None and other is not None and other.startswith(f"{self.pod}:")
 
 
 class Step(Enum):
@@ -141,6 +147,10 @@ def decide(observed: Observation, now: float, settings: LeaseSettings, holder: H
         return Decision(Step.ACQUIRE, 1, "nobody has held it")
     if observed.released:
         return Decision(Step.ACQUIRE, observed.term + 1, f"{describe(observed, now)} is over")
+    if holder.succeeds(observed.holder):
+        return Decision(
+            Step.ACQUIRE, observed.term + 1, f"{describe(observed, now)} was an earlier process of this pod"
+        )
     if now - observed.since >= settings.lease_duration:
         return Decision(Step.ACQUIRE, observed.term + 1, f"{describe(observed, now)} has stood still for too long")
     return Decision(Step.WAIT, None, describe(observed, now))

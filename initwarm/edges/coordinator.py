@@ -40,6 +40,8 @@ NODE_POLL_SECONDS = 0.00025
 GROUP_CHECK_SECONDS = 0.5
 WAIT_NOTICE_SECONDS = 10.0
 PROGRESS_SECONDS = 0.2
+#: Before its deadline a follower hears no more: later than the leader's own time is up, which says what was waited for.
+ANNOUNCE_SECONDS = 1.0
 #: The part of the deadline that a pod may be missing for.
 JOIN_SHARE = 0.5
 #: How long a leader waits to hear its own name's address; without it, its first own address serves.
@@ -275,8 +277,9 @@ class Coordinator:
         """Carry out the leader's steps until it announces the end."""
         while True:
             self.begin_phase(
-                self.deadline - time.monotonic() - MARGIN_SECONDS,
+                self.deadline - time.monotonic(),
                 BarrierError("The deadline passed and the leader had not announced the end.", "Nothing is warm."),
+                margin=ANNOUNCE_SECONDS,
             )
             step = self.wait_for(self.member.next_step, what=(0,), pause=self._poll_seconds())
             self.member.answer(step.number, self.steps.carry_out(step))
@@ -285,9 +288,9 @@ class Coordinator:
         """How often the leader is asked for news: less often where many ask."""
         return max(POLL_SECONDS, self.spec.topology.num_nodes * NODE_POLL_SECONDS)
 
-    def begin_phase(self, seconds: float, error: InitwarmError) -> None:
-        """Bound what follows, within the deadline; the error is raised when the bound ends."""
-        self.phase_end = min(time.monotonic() + seconds, self.deadline - MARGIN_SECONDS)
+    def begin_phase(self, seconds: float, error: InitwarmError, margin: float = MARGIN_SECONDS) -> None:
+        """Bound what follows, within the deadline less a margin; the error is raised when the bound ends."""
+        self.phase_end = min(time.monotonic() + seconds, self.deadline - margin)
         self.phase_error = error
 
     def wait_for(self, look: Callable[[], Any], what: tuple[int, ...], pause: float = POLL_SECONDS) -> Any:

@@ -92,7 +92,7 @@ class Leader:
             )
             is_adopted = self.spread(decision.digest, decision.holder)
             if not is_adopted:
-                self.notes.append(f"the bundle {decision.digest[:12]} did not stand the replay and was tuned anew")
+                self.notes.append(f"the bundle {decision.digest[:12]} did not stand the replay")
         if not is_adopted:
             is_adopted = Measuring(self).measure_until_proven()
         self._meet()

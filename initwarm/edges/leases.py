@@ -15,6 +15,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from initwarm.edges.files import Directory, RefusedError, volume_error
 from initwarm.edges.volume_reader import LAYOUT, VolumeReader
@@ -56,6 +57,7 @@ class TuningLease:
         group: that it tunes for, for people.
         settings: the durations; those of all groups on a volume agree.
         clock: monotonic seconds of this host.
+        pod: with what, and a colon, the names of all processes of this pod begin; None where that is not known.
 
     Raises:
         ValueError: identity or plan is no digest.
@@ -70,6 +72,7 @@ class TuningLease:
         group: str,
         settings: LeaseSettings = _DEFAULTS,
         clock: Callable[[], float] = time.monotonic,
+        pod: str | None = None,
     ) -> None:
         if not (is_digest(identity) and is_digest(plan)):
             raise ValueError(f"not digests: {identity!r}, {plan!r}")
@@ -83,7 +86,7 @@ class TuningLease:
         self._written_at = 0.0
         # Below: of both threads, under this lock, which nobody keeps while the volume is asked.
         self._changed = threading.Condition()
-        self._holder = Holder(holder)
+        self._holder = Holder(holder, pod)
         self._observed: Observation | None = None
         self._asked_at: float | None = None
         self._is_over = False
@@ -232,7 +235,7 @@ class TuningLease:
             with directory.child(str(term)) as own:
                 self._write(own, 0, started)
             with self._changed:
-                self._holder = Holder(self._record.holder, term, started)
+                self._holder = replace(self._holder, term=term, renewed=started)
                 self._loss = None
             # The one before may still be looked at.
             for old in terms:
@@ -250,7 +253,7 @@ class TuningLease:
         with self._changed:
             # What has been reported as lost must not come back.
             if is_in_time(self._holder, self._clock(), self._settings):
-                self._holder = Holder(self._record.holder, term, started)
+                self._holder = replace(self._holder, term=term, renewed=started)
                 return
         self._lose("a renewal took too long")
 
@@ -261,7 +264,7 @@ class TuningLease:
 
     def _lose(self, why: str) -> None:
         with self._changed:
-            self._holder = Holder(self._record.holder)
+            self._holder = replace(self._holder, term=None)
             self._loss = why
 
     def _give_back(self) -> None:

@@ -56,8 +56,9 @@ class Measuring:
         facts = self._facts()
         asked = self.spec.settings.strategy
         strategy.choose(asked, facts)  # refused before anybody waits
-        with self._turn() as is_ours:
-            if not is_ours and self._adopt_from_volume():
+        with self._turn():
+            # Whoever had its turn before may have published since this group looked, also where nobody has it now.
+            if self._adopt_from_volume():
                 return True
             return self._measure_until_proven(asked, facts)
 
@@ -81,23 +82,25 @@ class Measuring:
             self.leader.notes.append(f"the result of {choice.strategy} did not stand the replay")
 
     @contextlib.contextmanager
-    def _turn(self) -> Iterator[bool]:
-        """Hold the lease of this plan and environment; gives False where a bundle may have come in the meantime."""
+    def _turn(self) -> Iterator[None]:
+        """Hold the lease of this plan and environment, or go on without it where another group has published."""
         lease = TuningLease(
             VolumeReader(self.pod.volume.root),
             self.pod.identity.digest,
             self.spec.plan.digest,
             holder=f"{self.spec.uid}/{self.leader.member.epoch}",
             group=self.spec.topology.group,
+            pod=self.spec.pod_uid,
         )
         try:
-            yield self._wait_for_turn(lease)
+            self._wait_for_turn(lease)
+            yield
         finally:
             self.coordinator.waiting_text = None
             lease.release()
 
-    def _wait_for_turn(self, lease: TuningLease) -> bool:
-        """Whether the lease was free at once; else whoever had it may have published."""
+    def _wait_for_turn(self, lease: TuningLease) -> None:
+        """Wait until the lease is this group's, cannot be had on this volume, or is not needed any more."""
         self.coordinator.begin_phase(
             self.coordinator.steps.tune_seconds(),
             TuningTimeout("Another group tunes this plan, and had not ended when the time was up."),
@@ -108,10 +111,10 @@ class Measuring:
             try:
                 if lease.try_acquire():
                     self.coordinator.waiting_text = None
-                    return is_first
+                    return
             except VolumeError as problem:
                 self.say("initwarm.lease.failed", message=f"tuning without a lease: {problem}")
-                return is_first
+                return
             if is_first:
                 self.say("initwarm.lease.waiting", message=lease.describe())
             is_first = False
@@ -119,7 +122,7 @@ class Measuring:
             self.leader.member.note(f"waiting for its turn: {lease.describe()}")
             self._pause(retry)
             if self._is_published():
-                return False
+                return
 
     def _pause(self, seconds: float) -> None:
         end = time.monotonic() + seconds

@@ -107,6 +107,7 @@ def record(tmp_path: Path) -> Record:
         nodes.append({"node": node, "engine_root": str(engine), "cache_root": str(tmp_path / "cache")})
     schedule = {
         "num_nodes": 2, "nproc": 1, "deadline_seconds": 20.0, "on_tuning_failure": "continue", "has_bundle": False,
+        "has_own_volumes": False,
     }  # fmt: skip
     return {
         "schedule": schedule, "faults": [], "nodes": nodes, "other_engine_roots": [], "pods": pods, "before": {},
@@ -336,6 +337,7 @@ ABSENT = "Of 2 pods, node ranks [1] said no hello within 5 s."
         ("stop", {"variant": "long"}, 75, "failed", "The deadline passed.", False),
         ("cut", {"variant": "heals"}, 75, "failed", LOST, False),
         ("cut", {}, 75, "failed", LOST, True),
+        ("io_error", {"root": "engine"}, 74, "failed", "The device reported an error (EIO).", False),
     ],
 )  # fmt: skip
 def test_an_end_fits_its_fault_or_is_found(
@@ -363,6 +365,42 @@ def test_pods_that_give_different_causes_are_found(record: Record) -> None:
     all_fail(record, 0, "The volume is full (ENOSPC).", "cold")
     message(record["pods"][1], reason="It is full, too.")
     assert any("different causes" in problem for problem in checker.violations(record))
+
+
+def test_a_pod_that_is_terminated_when_the_round_has_ended_otherwise_may_say_so(record: Record) -> None:
+    record["faults"] = [fault("read_only", target=0), fault("terminate", successor="same")]
+    all_fail(record, 0, "The volume is mounted read-only.", "cold")
+    record["pods"][1]["terminated"] = 2.0
+    assert checker.violations(record) == []
+
+    record["faults"].pop(0)
+
+    assert any("pod-1-1 after terminate: cold" in problem for problem in checker.violations(record))
+
+
+def test_an_old_leader_is_warm_only_if_all_ranks_met_in_its_round(record: Record) -> None:
+    record["faults"] = [fault("old_leader", target=0, variant="alive")]
+    old = {**copy.deepcopy(record["pods"][0]), "name": "pod-0-0", "role": "old"}
+    record["pods"].append(old)
+    assert any("pod-0-0 after old_leader: warm" in problem for problem in checker.violations(record))
+
+    Path(old["log"]).write_text(checker.BARRIER_PASSED)
+
+    assert checker.violations(record) == []
+
+
+def test_a_pod_that_no_leader_ever_let_in_does_not_spoil_what_the_others_share(record: Record) -> None:
+    """It comes back when the others have gone on, and cannot take what they have."""
+    Path(record["pods"][0]["log"]).write_text(checker.BARRIER_PASSED)
+    record["faults"] = [fault("full", root="engine"), fault("kill", successor="same")]
+    fails(record["pods"][1], 74, "The volume is full (ENOSPC).")
+    for path in engine(record, 1).rglob("*.json"):
+        path.unlink()
+    assert checker.violations(record) == []
+
+    Path(record["pods"][1]["log"]).write_text('"initwarm.group.joined"')
+
+    assert any("some pods are warm and others not" in problem for problem in checker.violations(record))
 
 
 def test_what_was_damaged_on_purpose_is_not_the_product_s_doing(record: Record) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import threading
 from pathlib import Path
@@ -201,9 +202,24 @@ def test_r11_a_cached_tactic_that_its_kernel_refuses_is_tuned_anew(pod_server: P
     second = group.assert_warm(pods, tuned=True)
     assert second == first
     for pod in pods:
-        assert "did not stand the replay and was tuned anew" in pod.message["reason"]
+        assert "tuned by" in pod.message["reason"]
+        assert "did not stand the replay" in pod.message["reason"]
     assert list(group.cache_root(0).glob("v1/quarantine/*/reason.json"))
     group.assert_warm(group.run(), tuned=False)
+
+
+def test_r2_an_older_bundle_serves_where_the_newest_does_not_stand_the_replay(
+    pod_server: PodServer, tmp_path: Path
+) -> None:
+    group = Group(pod_server, tmp_path, 2, 1, plan_file(tmp_path, {}))
+    first = group.assert_warm(group.run(), tuned=True)
+    forge(group, lambda entries: {key: [entry[0], 77, *entry[2:]] for key, entry in entries.items()}, keeps_old=True)
+
+    pods = group.run()
+
+    assert group.assert_warm(pods, tuned=False) == first
+    assert "did not stand the replay" in pods[0].message["reason"]
+    assert group.assert_warm(group.run(), tuned=False) == first
 
 
 def test_r126_a_bundle_that_is_the_same_on_all_ranks_and_misses_is_set_aside(
@@ -449,8 +465,8 @@ def test_r22_nothing_to_tune_is_warm(pod_server: PodServer, tmp_path: Path) -> N
         assert pod.message["reason"].startswith("nothing to tune")
 
 
-def forge(group: Group, change: Any) -> None:
-    """Replace the entries of the published bundle, with digests that fit: only the replay can find it out."""
+def forge(group: Group, change: Any, keeps_old: bool = False) -> None:
+    """Put other entries in place of the published bundle, with digests that fit: only the replay can find it out."""
     from initwarm.bundle import V1_FILE, parse_bundle, record_files
     from initwarm.edges.volume import CacheVolume
     from initwarm.entries import V1File, encode_v1, parse_v1
@@ -463,3 +479,5 @@ def forge(group: Group, change: Any) -> None:
     files = {V1_FILE: encode_v1(forged)}
     record = dataclasses.replace(bundle, files=record_files(files), entries=len(forged.entries))
     CacheVolume(group.cache_root(0)).publish(Identity(v1.metadata), record, files)
+    if not keeps_old:
+        shutil.rmtree(directory)

@@ -85,7 +85,19 @@ def test_who_holds_nothing_waits_or_takes_the_next_term(
     ],
 )
 def test_who_holds_a_term_renews_it_or_has_lost_it(observed: Observation, renewed_ago: float, expected: Step) -> None:
-    assert decision(observed, Holder("pod-a", 3, NOW - renewed_ago)) == (expected, 3)
+    assert decision(observed, Holder("pod-a", None, 3, NOW - renewed_ago)) == (expected, 3)
+
+
+@pytest.mark.parametrize(
+    ("pod", "expected"), [("uid-1", (Step.ACQUIRE, 4)), ("uid-2", (Step.WAIT, None)), (None, (Step.WAIT, None))]
+)
+def test_a_process_does_not_wait_for_an_earlier_one_of_its_own_pod(
+    pod: str | None, expected: tuple[Step, int | None]
+) -> None:
+    """It ended with its container; another pod has another uid."""
+    observed = seen(3, 0, holder="uid-1:first/epoch")
+
+    assert decision(observed, Holder(f"{pod}:second/epoch", pod)) == expected
 
 
 def test_every_situation_has_one_decision_and_its_term_fits() -> None:
@@ -95,7 +107,7 @@ def test_every_situation_has_one_decision_and_its_term_fits() -> None:
         terms, holders, stills, (True, False), heldterms, renewals
     ):
         observed = seen(term, still, holder=holder, released=released)
-        found = decide(observed, NOW, SETTINGS, Holder("pod-a", held, NOW - ago))
+        found = decide(observed, NOW, SETTINGS, Holder("pod-a", None, held, NOW - ago))
         if held is None:
             assert found.step in (Step.WAIT, Step.ACQUIRE)
             assert found.term == (None if found.step is Step.WAIT else 1 + (term or 0))
@@ -278,7 +290,7 @@ class Process:
                 self.volume.terms[what.term] = encode_lease(LeaseRecord(self.name, "g", count, False))
                 yield
                 if what.step is Step.ACQUIRE or self.holds():
-                    self.holder = Holder(self.name, what.term, started)
+                    self.holder = Holder(self.name, None, what.term, started)
                 else:
                     self.holder = Holder(self.name)
                 for old in [old for old in self.volume.terms if old < what.term - 1]:
