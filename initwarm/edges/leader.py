@@ -206,7 +206,9 @@ class Leader:
             if any(answer.error is not None for answer in answers.values()):
                 failed_at.append(time.monotonic())
                 if failed_at[-1] - failed_at[0] > FAILED_SECONDS and not self.member.inbox.is_any_silent(missing):
-                    return [*answers.values(), *(self._mute(node, kind) for node in missing)]
+                    # Who cannot leave a barrier is not the reason why another failed there.
+                    mute = [] if kind == "barrier" else [self._mute(node, kind) for node in missing]
+                    return [*answers.values(), *mute]
             return None
 
         found: list[Answer] = self.coordinator.wait_for(look, what=waiting_for or tuple(self.nodes))
