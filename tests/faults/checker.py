@@ -487,7 +487,9 @@ def _lost(fault: Record, record: Record, has_passed: bool) -> list[Verdict]:
 
 
 def _cut_off(has_passed: bool) -> list[Verdict]:
-    words = r"was heard|answered nothing|could not meet|No leader|said no hello|control channel|did not leave the barrier"
+    words = (
+        r"was heard|answered nothing|could not meet|No leader|said no hello|control channel|did not leave the barrier"
+    )
     return [Verdict("failed", 75, words), *([WARM] if has_passed else [])]
 
 
